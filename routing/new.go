@@ -32,6 +32,7 @@ const (
 	nameCHWBL           = "chwbl"
 	nameSessionAffinity = "session-affinity"
 	nameMex             = "mex"
+	nameCohorts         = "cohorts"
 )
 
 // The presets: a policy's documented defaults, and one fair-comparison setting. They are the same for every
@@ -71,6 +72,7 @@ func policies() []entry {
 		{nameCHWBL, newCHWBL},
 		{nameSessionAffinity, newSessionAffinity},
 		{nameMex, newMex},
+		{nameCohorts, newCohorts},
 	}
 }
 

@@ -60,6 +60,7 @@ const (
 	// have sent unseen.
 	ReasonNearTie       = "near_tie"
 	ReasonNamedByCaller = "named_by_caller" // direct took the rank of x-dpserve-rank
+	ReasonReleased      = "released"        // cohorts: the queue of the lockstep group has named the rank
 	// ReasonSilentFallback: only ranks with a silent stream were left; their load is old news and admission
 	// has the last word.
 	ReasonSilentFallback = "silent_fallback"

@@ -198,6 +198,7 @@ type Request struct {
 	Adapter string // adapter named by the request, "" = none
 	// with HasDirect: the caller's rank is taken under every policy (generate with a worker id)
 	Force    bool
+	Released bool      // with Force: a lockstep group's queue has named the rank
 	Override *Override // parameters for this request alone; nil = none
 	// Router.Why and PairRouter.Explain draw between equal ranks by ID; else as the next Pick will
 	DrawsByID bool

@@ -105,7 +105,7 @@ func (f *serveFlags) add(cmd *cobra.Command) {
 	f.set.Float64Var(&f.gpus, "gpus-per-rank", 0,
 		"`devices` of a rank, or the share of one, such as 0.25; default: what its parallel sizes use; "+
 			"0 for an engine without devices")
-	f.set.StringVar(&f.policy, "policy", "", "routing policy; default: mex, or lmetric-1 with --lockstep")
+	f.set.StringVar(&f.policy, "policy", "", "routing policy; default: mex, or cohorts with --lockstep")
 	f.set.StringVar(&f.name, "name", "", "name of the application; default: made of MODEL")
 	f.set.StringArrayVar(&f.names, "served-model-name", nil,
 		"`name` that clients send as \"model\"; repeatable; default: MODEL")

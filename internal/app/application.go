@@ -219,7 +219,7 @@ type Resources struct {
 
 // Routing selects the policy. routing.New checks Params.
 type Routing struct {
-	// [routing](routing.md) says which suits which traffic. Left out: `mex`; `lmetric-1` for lockstep groups
+	// [routing](routing.md) says which suits which traffic. Left out: `mex`; `cohorts` for lockstep groups
 	Policy string `json:"policy" words:"policy" later:"group-balance group-least-kv" unset:"by coupling"`
 	// parameters of the policy: documented or tuned ones
 	Preset string `json:"preset" words:"documented | tuned" default:"documented"`
@@ -350,13 +350,14 @@ const (
 	StrategyStrictSpread = "STRICT_SPREAD"
 )
 
+const cohorts = "cohorts"
+
 // DefaultPolicy returns the routing policy of an application whose file names none. Independent ranks get
 // mex, which charges a request for the delay that it causes to all requests on its rank. Lockstep ranks get
-// lmetric-1: each of their steps lasts as long as that of the slowest rank, so a request's cost is not
-// limited to its own rank.
+// cohorts: each of their steps lasts as long as that of the slowest rank, so prompts are released together.
 func DefaultPolicy(c Coupling) string {
 	if c == Lockstep {
-		return "lmetric-1"
+		return cohorts
 	}
 	return "mex"
 }

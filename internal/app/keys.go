@@ -89,7 +89,7 @@ var wordLists = map[string][]string{
 	"policy": {
 		"power-of-two", "least-loaded", "round-robin", "random", "direct", "scoring", "cache-aware",
 		"prefix-aware", "kv", "least-kv", "lmetric", "lmetric-1",
-		"lpwl", "min-ttft", "sticky", "chwbl", "session-affinity", "mex",
+		"lpwl", "min-ttft", "sticky", "chwbl", "session-affinity", "mex", cohorts,
 	},
 }
 

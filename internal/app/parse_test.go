@@ -444,16 +444,16 @@ func TestThePolicyFollowsTheCoupling(t *testing.T) {
 		{"engine: {kind: sim}, routing: null", "mex"},
 		{"engine: {kind: sim}, routing: {policy: null}", "mex"},
 		{"engine: {kind: sim}, routing: {preset: tuned, params: {ttft_s: 1}}", "mex"},
-		{"engine: {kind: sim}, data_parallel: {dp_size: 4, coupling: lockstep}", "lmetric-1"},
+		{"engine: {kind: sim}, data_parallel: {dp_size: 4, coupling: lockstep}", "cohorts"},
 		{
-			"engine: {kind: sim}, data_parallel: {dp_size: 4, coupling: lockstep}, routing: {policy: mex}",
-			"mex",
+			"engine: {kind: sim}, data_parallel: {dp_size: 4, coupling: lockstep}, routing: {policy: kv}",
+			"kv",
 		},
 		{"engine: {kind: sim}, routing: {policy: lmetric-1}", "lmetric-1"},
 		{"engine: {kind: attach, ranks: [{url: \"http://h:1\"}]}", "mex"},
 		{fmt.Sprintf(vllm, Independent), "mex"},
-		{fmt.Sprintf(vllm, Lockstep), "lmetric-1"},
-		{fmt.Sprintf(sglang, "true"), "lmetric-1"},
+		{fmt.Sprintf(vllm, Lockstep), "cohorts"},
+		{fmt.Sprintf(sglang, "true"), "cohorts"},
 	} {
 		f := parsed(t, "applications: [{name: demo, model: {id: m}, "+c.rest+"}]")
 		assert.Equal(t, c.want, f.Applications[0].Routing.Policy, c.rest)

@@ -178,6 +178,9 @@ func drawTuning(t *rapid.T, a *Application) {
 	a.PlacementGroupStrategy = rapid.SampledFrom(strategies()).Draw(t, "strategy")
 	a.MaxRanksPerNode = rapid.IntRange(0, 4).Draw(t, "per node")
 	a.Routing.Policy = rapid.SampledFrom(policies()).Draw(t, "policy")
+	if a.Routing.Policy == "mex" && a.DataParallel.Coupling == Lockstep { // it is refused
+		a.Routing.Policy = cohorts
+	}
 	a.Routing.Preset = rapid.SampledFrom([]string{PresetDocumented, PresetTuned}).Draw(t, "preset")
 	if rapid.Bool().Draw(t, "params") {
 		a.Routing.Params = rapid.MapOfN(anyText(), anyValue(2), 1, 3).Draw(t, "param values")

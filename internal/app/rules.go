@@ -77,9 +77,7 @@ func (a *draft) check(rules []Rule) {
 	}
 	a.settleSizes()
 	a.settleCoupling()
-	if a.Routing.Policy == "" {
-		a.Routing.Policy = DefaultPolicy(a.DataParallel.Coupling)
-	}
+	a.settlePolicy()
 	a.settleNumbers()
 	settleResources(a)
 	for _, rule := range rules {
@@ -257,6 +255,27 @@ func (a *draft) settleCoupling() {
 				"dpserve does not read model configurations")
 	default:
 		a.DataParallel.Coupling = Independent
+	}
+}
+
+// settlePolicy fills in the policy, and says where it does not fit the coupling.
+func (a *draft) settlePolicy() {
+	const key, hint = "routing.policy", "leave policy out for cohorts, the default of lockstep groups"
+	policy, isLockstep := a.Routing.Policy, a.DataParallel.Coupling == Lockstep
+	switch {
+	case policy == "":
+		a.Routing.Policy = DefaultPolicy(a.DataParallel.Coupling)
+	case !a.isGood(key, "data_parallel.coupling"):
+	case policy == cohorts && !isLockstep:
+		a.d.warn(a.at(key), "cohorts holds requests of lockstep groups only: independent ranks get lmetric-1",
+			"leave policy out for mex, the default of independent ranks")
+	case !isLockstep || policy == cohorts || policy == "direct":
+	case policy == "mex":
+		a.wrong(key, "mex takes the cost of a prompt for that of one rank. The ranks of a lockstep group step "+
+			"together, and mex costs such a group a quarter of its tokens", hint)
+	default:
+		a.d.warn(a.at(key), policy+" sends each prompt by itself, so that one rank's prompt makes the step of "+
+			"every rank of the lockstep group long; cohorts lets prompts share steps", hint)
 	}
 }
 
