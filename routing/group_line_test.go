@@ -425,8 +425,8 @@ func TestClientsTakeTurns(t *testing.T) {
 	assert.Empty(t, line.clients)
 }
 
-// TestALineFollowsTheRouter: a released request whose end was missed ends when the Router does not count it any
-// more, and one whose first token was missed is computed.
+// TestALineFollowsTheRouter: a released request whose end was missed ends when the Router does not count it
+// any more, and one whose first token was missed is computed.
 func TestALineFollowsTheRouter(t *testing.T) {
 	t.Parallel()
 	line, look := NewGroupLine(NewGroupRule(0, 0)), GroupLook{}

@@ -99,6 +99,7 @@ func (f *appFollower) applyRevision(ar *appRouter, a *state.App) (spec *appRevis
 		return nil, false, fmt.Errorf("revision %d: %w", a.Revision, err)
 	}
 	ar.setRevision(spec)
+	defer ar.groups.configure(spec.app, policy)                             // with the Router
 	if old != nil && reflect.DeepEqual(old.app.Routing, spec.app.Routing) { // the Router can be kept
 		return spec, fresh, nil
 	}
@@ -150,7 +151,10 @@ func adaptersOf(m *app.Model) map[string]string {
 // newRouter gives an application a new Router.
 func (f *appFollower) newRouter(ar *appRouter, policy routing.Policy) {
 	router := routing.NewRouter(policy, mix(f.in.seed^f.in.nextID.Load()))
-	router.OnRoom = ar.queue.room
+	router.OnRoom = func() {
+		ar.queue.room()
+		ar.groups.room()
+	}
 	ar.metrics.Store(f.in.metrics.App(ar.name, policy.Name()))
 	ar.replaceRouter(router)
 }

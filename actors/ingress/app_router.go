@@ -21,9 +21,9 @@ import (
 // appRouter is the state that an ingress keeps for one application across its revisions: ranks, Router,
 // queue, retry budget and estimates.
 type appRouter struct {
-	in          *Ingress
-	name        string
-	queue       requestQueue
+	in   *Ingress
+	name string
+	appQueues
 	retryBudget *budget
 	revision    atomic.Pointer[appRevision] // nil until the route table has the application
 	// for requests; nil as revision; replaced when the file's routing part changes
@@ -37,7 +37,6 @@ type appRouter struct {
 	decisions    decisionLog                  // for replays
 
 	reservations routerapi.Reservations
-	demand       queueDemand
 	estimates    estimates
 
 	unreadableRevision uint64 // revision that could not be read; only rebuild uses it
@@ -108,6 +107,7 @@ func newAppRouter(in *Ingress, name string) *appRouter {
 		},
 	}
 	ar.retryBudget, ar.demand.ar = newBudget(in.timers.BudgetWindow), ar
+	ar.groups.init(ar)
 	ar.queue.onChange = func(n int, tokens int64) {
 		if m := ar.metrics.Load(); m != nil {
 			m.Queue(n, tokens)
@@ -509,6 +509,7 @@ func (ar *appRouter) close() {
 		delete(ar.suspectedNodes, node)
 	}
 	ar.mu.Unlock()
+	ar.groups.close()
 	ar.demand.end()
 	ar.reservations.End()
 	if c := ar.inputs().cache; c != nil {
@@ -532,6 +533,7 @@ func (ar *appRouter) describeRequest(q *routing.Request, p *prompt) {
 	q.Now = ar.in.clock()
 	q.Tokens, q.Estimated = p.tokens, p.estimated
 	q.Direct, q.HasDirect, q.Force = p.direct, p.hasDirect, p.hasDirect
+	q.Released = p.isReleased
 	q.Priority, q.TTFTms, q.TPOTms = p.priority, p.ttftMs, p.tpotMs
 	q.Session, q.Adapter, q.Text = p.session, p.adapter, p.text
 	q.Blocks, q.BlockSize, q.Hits = nil, 0, nil

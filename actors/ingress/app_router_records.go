@@ -487,6 +487,7 @@ func (ar *appRouter) applyLoad(r *rank, rec *msg.Record) {
 		return
 	}
 	ar.observe(e)
+	ar.groups.observe(e.Kind, e.Rank, e.ReqID, e.Out)
 	if rec.Kind == msg.RecAdmitted && rec.Ingress == ar.in.node {
 		ar.useOffer(r)
 	}
@@ -571,6 +572,7 @@ func (ar *appRouter) setFull(r *rank) {
 // applyDone tells the Router that a request has ended, and opens the rank if its room is for this ingress.
 func (ar *appRouter) applyDone(r *rank, e routing.Event, turn string) {
 	ar.applyTurn(r, turn)
+	ar.groups.observe(e.Kind, e.Rank, e.ReqID, e.Out)
 	ar.observe(e)
 	ar.openForTurn(r)
 }

@@ -294,6 +294,7 @@ func (req *request) askTicket(ctx context.Context, ar *appRouter, rk *rank, q *r
 
 // undoPick removes the request from the picked rank's load in the Router, if it counts there.
 func (req *request) undoPick() {
+	heldRequest{req}.end(true)
 	if req.attempt.isCounted {
 		req.attempt.isCounted = false
 		req.in.observeUndo(req.attempt.router, req.attempt.rank.ID, req.query.ID)
@@ -316,6 +317,7 @@ func (req *request) returnTicket(cmd *dispatch.Command) {
 		d.FirstToken = a.firstToken.Sub(a.start)
 	}
 	a.judge(d, cmd)
+	heldRequest{req}.end(false)
 	a.ticket.ID = 0
 	a.rank.Mailbox.Send(d)
 	req.recordTokens()

@@ -81,9 +81,11 @@ func parseTimeout(s string) (d time.Duration, ok bool) {
 type routingHeaders struct {
 	direct    routing.RankID // the rank that the request must go to, if hasDirect
 	hasDirect bool
-	ttftMs    float64 // 0: none
-	tpotMs    float64
-	priority  int
+	// the rank is that which the queue of a lockstep group has named
+	isReleased bool
+	ttftMs     float64 // 0: none
+	tpotMs     float64
+	priority   int
 }
 
 // parse reads the routing headers.

@@ -52,6 +52,8 @@ type Config struct {
 	Remote    rankleg.Asker // to the ranks of other nodes; nil = every rank's mailbox is in this process
 	Note      func() string // for those who ask /health, "" = nothing; nil = never
 	Serves    func() bool   // false: this node's lease is over, so its ranks may not serve; nil = always
+	// to the ingresses of other nodes, for lockstep groups; nil: there are none
+	Groups msg.GroupLinks
 	// of the node, for the proxies of applications with a prefill pool; nil = one of its own
 	Actors *actor.ActorSystem
 }
@@ -82,10 +84,11 @@ type Ingress struct {
 
 // outbound is how requests go to ranks and their engines.
 type outbound struct {
-	near      *rankleg.Near
-	remote    rankleg.Asker // nil: every rank is near
-	pseudonym string        // of the cluster, in the header Via
-	via       []string      // what is added to that header
+	near       *rankleg.Near
+	remote     rankleg.Asker  // nil: every rank is near
+	groupLinks msg.GroupLinks // as Config.Groups
+	pseudonym  string         // of the cluster, in the header Via
+	via        []string       // what is added to that header
 }
 
 // appTable has the applications of an ingress.
@@ -154,7 +157,7 @@ func New(c Config) (*Ingress, error) {
 	in.memory.collect = func() { in.background.Go(runtime.GC) }
 	in.bodies.budget = in.limits.bodyBudget(in.memory.limit)
 	in.bodies.most = in.limits.heldBody(in.bodies.budget)
-	in.remote = c.Remote
+	in.remote, in.groupLinks = c.Remote, c.Groups
 	in.near = rankleg.NewNear(rankleg.Timers{
 		Admit: in.timers.Admit, LateTicket: in.timers.LateTicket, Dial: in.timers.Dial,
 		IdleOwned: in.timers.IdleOwned, IdleAttached: in.timers.IdleAttached,
@@ -171,6 +174,9 @@ func New(c Config) (*Ingress, error) {
 	follower.rebuild(in.store.State())
 	in.resubscribe()
 	go follower.follow(ctx, changed)
+	if c.Groups != nil {
+		c.Groups.Bind(groupPeer{in})
+	}
 	return in, nil
 }
 

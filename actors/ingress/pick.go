@@ -46,6 +46,11 @@ func (req search) pickBy(ctx context.Context, pays bool, decide chooser) (rk *ra
 	req.picks++
 	req.hadTurn = req.picks > 1 // no later request may overtake it
 	ar, last := req.app.router, req.ends.takeUnpaid()
+	if held := heldRequest(req); held.isWanted() {
+		if rk, hasWaited, isHeld := held.pick(ctx, decide); isHeld {
+			return rk, hasWaited
+		}
+	}
 	for asks := req.hold != nil || ar.queue.empty(); ; asks = true {
 		if asks {
 			rk, f, wait := decide()
@@ -148,6 +153,9 @@ func (req search) nextID() uint64 {
 	if q := req.why; q != nil && q.isExact {
 		q.lastID++
 		return q.lastID
+	}
+	if req.prompt.isReleased {
+		return req.held.id
 	}
 	return req.in.requestID()
 }
@@ -269,10 +277,7 @@ func (req search) waitForRank(ctx context.Context, decide chooser) (rk *rank, ha
 			if asks = true; time.Now().Before(req.queueDeadline) {
 				continue // the wait for a unit or a full engine is over
 			}
-			if req.failure = req.noRankInTime(0); req.failure == nil {
-				req.failure = newFailure(openai.CodeQueueTimeout,
-					"no rank had room in time; try again later").withRetryAfter(ar.retryAfter())
-			}
+			req.failure = req.queueTimeout()
 			return nil, true
 		case <-ctx.Done():
 			req.failure = finalFailure(&result{cause: contextCause(ctx)})
@@ -311,6 +316,15 @@ func (req search) noReadyRank(retryAfter int) *failure {
 func (req search) queueFull(full string) *failure {
 	return newFailure(openai.CodeOverloaded, "the queue of this application is full ("+full+
 		"); try again later").withRetryAfter(req.app.router.retryAfter())
+}
+
+// queueTimeout is the answer to a request that has waited for queue_s.
+func (req search) queueTimeout() *failure {
+	if f := req.noRankInTime(0); f != nil {
+		return f
+	}
+	return newFailure(openai.CodeQueueTimeout, "no rank had room in time; try again later").withRetryAfter(
+		req.app.router.retryAfter())
 }
 
 // clientOf is equal for the requests of one client: of one key, and without a key of one address. Behind a

@@ -8,6 +8,13 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
+// appQueues are where the requests of an application wait.
+type appQueues struct {
+	queue  requestQueue
+	groups groupQueue // before lockstep groups: most requests wait here then
+	demand queueDemand
+}
+
 // requestQueue is the queue of one application: requests that found no rank with room. Its order is round
 // robin between clients, and the order of arrival for the requests of each: a client with a thousand requests
 // delays the one request of another client by one place. When all places are taken, a client that holds fewer
@@ -61,11 +68,11 @@ type clientTurn struct {
 
 func newWaiter() *waiter { return &waiter{wake: make(chan struct{}, 1)} }
 
-// empty reports whether no request waits. A request that arrives then may pick at once.
+// empty reports whether no request waits for its turn. A request that arrives then may pick at once.
 func (f *requestQueue) empty() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return f.n == 0
+	return f.head == nil
 }
 
 // size is the queue's length in requests and tokens.
@@ -128,6 +135,27 @@ func (f *requestQueue) newestOfLargest(least int) *waiter {
 		w = w.prev
 	}
 	return w
+}
+
+// hold counts w, which waits for a lockstep group and not in this queue, under the same bounds.
+func (f *requestQueue) hold(w *waiter, most queueBounds) (full string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	switch {
+	case f.n >= most.requests:
+		return fmt.Sprintf("max_queued_requests: %d", most.requests)
+	case f.n > 0 && f.tokens+w.tokens > most.tokens:
+		return fmt.Sprintf("max_queued_tokens: %d", most.tokens)
+	}
+	f.changed(1, w.tokens)
+	return ""
+}
+
+// unhold ends hold.
+func (f *requestQueue) unhold(w *waiter) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.changed(-1, -w.tokens)
 }
 
 // lostPlace is the bound for which w has lost its place to another client; "": it has not.

@@ -508,6 +508,7 @@ func closeBody(resp *http.Response) { _ = resp.Body.Close() }
 func (r relay) countOutput(n int, now time.Time) {
 	if r.attempt.firstToken.IsZero() {
 		r.attempt.firstToken = now
+		heldRequest(r).noteFirstToken()
 	}
 	r.in.tokens.Add(uint64(n)) //nolint:gosec // a count
 	r.countedTokens += n

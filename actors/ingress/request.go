@@ -70,6 +70,7 @@ type rankSearch struct {
 	ahead         []dispatch.Command // of the plan, that has left the attempt before its end
 	result        result             // of the attempt
 	place         uncountedPlace     // of a request without a ticket
+	held          groupWait          // for a lockstep group
 	ends          ends
 }
 
@@ -92,6 +93,7 @@ type clientAnswer struct {
 func newRequest(in *Ingress) *request {
 	req := &request{in: in}
 	req.waiter, req.idHeader, req.onTicket = newWaiter(), make([]string, 1), req.takeTicket
+	req.held.answered = make(chan groupAnswer, 1)
 	return req
 }
 
@@ -118,6 +120,7 @@ func (req *request) release() {
 func (req *request) resetSearch() {
 	s := &req.rankSearch
 	s.queueDeadline, s.unitDue = time.Time{}, time.Time{}
+	s.held.id = 0
 	s.picks, s.number, s.hadTurn, s.unitLives = 0, 0, false, false
 	s.failure, s.ahead, s.attempt, s.result = nil, nil, attempt{}, result{}
 	s.ends.reset()

@@ -46,7 +46,7 @@ func newStore() *store {
 func emptyState() *state.State {
 	return &state.State{
 		Apps: map[string]*state.App{}, Units: map[string]*state.Unit{},
-		Epochs: map[string]uint64{},
+		Epochs: map[string]uint64{}, Nodes: map[string]*state.Node{},
 	}
 }
 
@@ -76,6 +76,10 @@ func (s *store) set(change func(st *state.State)) {
 	}
 	for k, v := range s.st.Epochs {
 		next.Epochs[k] = v
+	}
+	for k, v := range s.st.Nodes {
+		n := *v
+		next.Nodes[k] = &n
 	}
 	change(next)
 	s.st = next
@@ -204,6 +208,10 @@ func (r *replica) Send(m any) {
 		r.firsts++
 		if a, ok := r.open[m.TicketID]; ok {
 			r.record(msg.RecFirstToken, &a)
+		}
+	case *msg.Progress:
+		if a, ok := r.open[m.TicketID]; ok {
+			r.emit(&msg.Record{Kind: msg.RecProgress, ReqID: a.ReqID, Ingress: a.Ingress, Out: m.Out})
 		}
 	case *msg.Done:
 		if len(r.dones) == 1000 {

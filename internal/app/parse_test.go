@@ -383,6 +383,36 @@ applications:
 		warnings[0].String())
 }
 
+// TestPoliciesOfLockstepGroups: a policy that takes the ranks of a lockstep group one by one is a warning
+// with the reason, and mex a fault. cohorts where there is no group is a warning, too.
+func TestPoliciesOfLockstepGroups(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct{ coupling, policy, warning, fault string }{
+		{"lockstep", "cohorts", "", ""},
+		{"lockstep", "direct", "", ""},
+		{"lockstep", "kv", "kv sends each prompt by itself", ""},
+		{"lockstep", "lmetric-1", "lmetric-1 sends each prompt by itself", ""},
+		{"lockstep", "mex", "", "mex costs such a group a quarter of its tokens"},
+		{"independent", "cohorts", "independent ranks get lmetric-1", ""},
+		{"independent", "mex", "", ""},
+	} {
+		_, warnings, err := Parse(Default(), "a", fmt.Appendf(nil, "applications: [{name: a, "+
+			"model: {id: a}, engine: {kind: sim}, data_parallel: {dp_size: 2, coupling: %s}, "+
+			"routing: {policy: %s}}]", c.coupling, c.policy))
+		if c.fault != "" {
+			require.ErrorContains(t, err, c.fault)
+			continue
+		}
+		require.NoError(t, err)
+		if c.warning == "" {
+			assert.Empty(t, warnings)
+			continue
+		}
+		require.Len(t, warnings, 1)
+		assert.Contains(t, warnings[0].String(), c.warning)
+	}
+}
+
 func TestJSONIsYAML(t *testing.T) {
 	t.Parallel()
 	f := parsed(t, "{\n\t"+`"applications":[{"name":"a","model":{"id":"a\u002fb\ud83d\ude00\/c"},`+"\n\t\t"+

@@ -271,11 +271,11 @@ func (a *draft) settlePolicy() {
 			"leave policy out for mex, the default of independent ranks")
 	case !isLockstep || policy == cohorts || policy == "direct":
 	case policy == "mex":
-		a.wrong(key, "mex takes the cost of a prompt for that of one rank. The ranks of a lockstep group step "+
-			"together, and mex costs such a group a quarter of its tokens", hint)
+		a.wrong(key, "mex takes the cost of a prompt for that of one rank. The ranks of a lockstep group "+
+			"step together, and mex costs such a group a quarter of its tokens", hint)
 	default:
-		a.d.warn(a.at(key), policy+" sends each prompt by itself, so that one rank's prompt makes the step of "+
-			"every rank of the lockstep group long; cohorts lets prompts share steps", hint)
+		a.d.warn(a.at(key), policy+" sends each prompt by itself, so that one rank's prompt makes the step "+
+			"of every rank of the lockstep group long; cohorts lets prompts share steps", hint)
 	}
 }
 

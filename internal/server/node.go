@@ -57,7 +57,8 @@ type Node struct {
 	leader      *noderpc.LeaderClient // client of the leader, on this or another node
 	leading     cluster.Leading[*leaderActors]
 	hub         *dpserver.Hub
-	feed        *noderpc.Feed // of all nodes' ranks; nil: this node stands alone, or has no ingress
+	feed        *noderpc.Feed       // of all nodes' ranks; nil: this node stands alone, or has no ingress
+	groups      *noderpc.GroupLinks // to the ingresses of other nodes; nil as feed
 	probes      *http.Transport
 	resources   state.Resources // of the flags; withDevices adds the devices
 	devices     *devices.Keeper // nil: this node offers no devices
@@ -447,7 +448,17 @@ func (n *Node) buildServers(t *timers) error {
 					return dpservev1.NewReplicaClient(conn).Subscribe(ctx)
 				},
 			})
-			cfg.Feed = n.feed
+			n.groups = noderpc.NewGroupLinks(noderpc.GroupLinksConfig{
+				Open: func(ctx context.Context, node string) (dpservev1.Ingress_HoldClient, error) {
+					conn, err := n.conns.Get(node)
+					if err != nil {
+						return nil, err
+					}
+					return dpservev1.NewIngressClient(conn).Hold(ctx)
+				},
+				Peer: nodeport.PeerFromContext, Timers: t.stream, Log: n.log,
+			})
+			cfg.Feed, cfg.Groups = n.feed, n.groups
 			cfg.Remote = noderpc.NewDataClient(func(node string) (http.RoundTripper, error) {
 				return n.peering.Transports.To(nodeport.Data, node)
 			})

@@ -250,6 +250,9 @@ func (n *Node) closeAll() error {
 	if n.feed != nil {
 		n.feed.Close() // before its connections close, or each stream would warn of a break
 	}
+	if n.groups != nil {
+		n.groups.Close()
+	}
 	if n.conns != nil {
 		errs = append(errs, n.conns.Close())
 	}

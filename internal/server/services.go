@@ -51,6 +51,9 @@ func (n *Node) serveNodes() {
 		s.serveRanks()
 	}
 	dpservev1.RegisterNodeServer(s.grpc, noderpc.NewNodeServer(node))
+	if n.groups != nil {
+		dpservev1.RegisterIngressServer(s.grpc, n.groups)
+	}
 	if n.hasRole(state.RoleControl) {
 		s.serveControl()
 	}

@@ -2761,6 +2761,168 @@ func (x *Records) GetPacked() []byte {
 	return nil
 }
 
+// GroupMessages are sent together; without any they are a sign of life.
+type GroupMessages struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Messages      []*GroupMessage        `protobuf:"bytes,1,rep,name=messages,proto3" json:"messages,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GroupMessages) Reset() {
+	*x = GroupMessages{}
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[42]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GroupMessages) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GroupMessages) ProtoMessage() {}
+
+func (x *GroupMessages) ProtoReflect() protoreflect.Message {
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[42]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GroupMessages.ProtoReflect.Descriptor instead.
+func (*GroupMessages) Descriptor() ([]byte, []int) {
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{42}
+}
+
+func (x *GroupMessages) GetMessages() []*GroupMessage {
+	if x != nil {
+		return x.Messages
+	}
+	return nil
+}
+
+// GroupMessage is msg.GroupMessage.
+type GroupMessage struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Kind          uint32                 `protobuf:"varint,1,opt,name=kind,proto3" json:"kind,omitempty"`
+	App           string                 `protobuf:"bytes,2,opt,name=app,proto3" json:"app,omitempty"`
+	Group         uint32                 `protobuf:"varint,3,opt,name=group,proto3" json:"group,omitempty"`
+	Id            uint64                 `protobuf:"varint,4,opt,name=id,proto3" json:"id,omitempty"`
+	Tokens        uint32                 `protobuf:"varint,5,opt,name=tokens,proto3" json:"tokens,omitempty"`
+	HitRanks      []uint32               `protobuf:"varint,6,rep,packed,name=hit_ranks,json=hitRanks,proto3" json:"hit_ranks,omitempty"`    // routing.RankID, ascending
+	HitTokens     []uint32               `protobuf:"varint,7,rep,packed,name=hit_tokens,json=hitTokens,proto3" json:"hit_tokens,omitempty"` // as many
+	AgeUs         int64                  `protobuf:"varint,8,opt,name=age_us,json=ageUs,proto3" json:"age_us,omitempty"`
+	Client        uint64                 `protobuf:"varint,9,opt,name=client,proto3" json:"client,omitempty"`
+	Rank          uint32                 `protobuf:"varint,10,opt,name=rank,proto3" json:"rank,omitempty"` // routing.RankID
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GroupMessage) Reset() {
+	*x = GroupMessage{}
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[43]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GroupMessage) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GroupMessage) ProtoMessage() {}
+
+func (x *GroupMessage) ProtoReflect() protoreflect.Message {
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[43]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GroupMessage.ProtoReflect.Descriptor instead.
+func (*GroupMessage) Descriptor() ([]byte, []int) {
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{43}
+}
+
+func (x *GroupMessage) GetKind() uint32 {
+	if x != nil {
+		return x.Kind
+	}
+	return 0
+}
+
+func (x *GroupMessage) GetApp() string {
+	if x != nil {
+		return x.App
+	}
+	return ""
+}
+
+func (x *GroupMessage) GetGroup() uint32 {
+	if x != nil {
+		return x.Group
+	}
+	return 0
+}
+
+func (x *GroupMessage) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *GroupMessage) GetTokens() uint32 {
+	if x != nil {
+		return x.Tokens
+	}
+	return 0
+}
+
+func (x *GroupMessage) GetHitRanks() []uint32 {
+	if x != nil {
+		return x.HitRanks
+	}
+	return nil
+}
+
+func (x *GroupMessage) GetHitTokens() []uint32 {
+	if x != nil {
+		return x.HitTokens
+	}
+	return nil
+}
+
+func (x *GroupMessage) GetAgeUs() int64 {
+	if x != nil {
+		return x.AgeUs
+	}
+	return 0
+}
+
+func (x *GroupMessage) GetClient() uint64 {
+	if x != nil {
+		return x.Client
+	}
+	return 0
+}
+
+func (x *GroupMessage) GetRank() uint32 {
+	if x != nil {
+		return x.Rank
+	}
+	return 0
+}
+
 var File_dpserve_v1_dpserve_proto protoreflect.FileDescriptor
 
 const file_dpserve_v1_dpserve_proto_rawDesc = "" +
@@ -2974,7 +3136,22 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\x06Demand\x12\x14\n" +
 	"\x05waits\x18\x01 \x01(\bR\x05waits\"!\n" +
 	"\aRecords\x12\x16\n" +
-	"\x06packed\x18\x01 \x01(\fR\x06packed2@\n" +
+	"\x06packed\x18\x01 \x01(\fR\x06packed\"E\n" +
+	"\rGroupMessages\x124\n" +
+	"\bmessages\x18\x01 \x03(\v2\x18.dpserve.v1.GroupMessageR\bmessages\"\xf1\x01\n" +
+	"\fGroupMessage\x12\x12\n" +
+	"\x04kind\x18\x01 \x01(\rR\x04kind\x12\x10\n" +
+	"\x03app\x18\x02 \x01(\tR\x03app\x12\x14\n" +
+	"\x05group\x18\x03 \x01(\rR\x05group\x12\x0e\n" +
+	"\x02id\x18\x04 \x01(\x04R\x02id\x12\x16\n" +
+	"\x06tokens\x18\x05 \x01(\rR\x06tokens\x12\x1b\n" +
+	"\thit_ranks\x18\x06 \x03(\rR\bhitRanks\x12\x1d\n" +
+	"\n" +
+	"hit_tokens\x18\a \x03(\rR\thitTokens\x12\x15\n" +
+	"\x06age_us\x18\b \x01(\x03R\x05ageUs\x12\x16\n" +
+	"\x06client\x18\t \x01(\x04R\x06client\x12\x12\n" +
+	"\x04rank\x18\n" +
+	" \x01(\rR\x04rank2@\n" +
 	"\x06Enroll\x126\n" +
 	"\x04Join\x12\x17.dpserve.v1.JoinRequest\x1a\x15.dpserve.v1.JoinReply2\xbf\x03\n" +
 	"\aControl\x129\n" +
@@ -2992,7 +3169,9 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\x04Logs\x12\x17.dpserve.v1.LogsRequest\x1a\x14.dpserve.v1.LogLines0\x01\x12K\n" +
 	"\vResetRouter\x12\x1e.dpserve.v1.ResetRouterRequest\x1a\x1c.dpserve.v1.ResetRouterReply2M\n" +
 	"\aReplica\x12B\n" +
-	"\tSubscribe\x12\x1c.dpserve.v1.SubscribeRequest\x1a\x13.dpserve.v1.Records(\x010\x01B@Z>github.com/dpserve/dpserve/internal/proto/dpserve/v1;dpservev1b\x06proto3"
+	"\tSubscribe\x12\x1c.dpserve.v1.SubscribeRequest\x1a\x13.dpserve.v1.Records(\x010\x012K\n" +
+	"\aIngress\x12@\n" +
+	"\x04Hold\x12\x19.dpserve.v1.GroupMessages\x1a\x19.dpserve.v1.GroupMessages(\x010\x01B@Z>github.com/dpserve/dpserve/internal/proto/dpserve/v1;dpservev1b\x06proto3"
 
 var (
 	file_dpserve_v1_dpserve_proto_rawDescOnce sync.Once
@@ -3006,7 +3185,7 @@ func file_dpserve_v1_dpserve_proto_rawDescGZIP() []byte {
 	return file_dpserve_v1_dpserve_proto_rawDescData
 }
 
-var file_dpserve_v1_dpserve_proto_msgTypes = make([]protoimpl.MessageInfo, 43)
+var file_dpserve_v1_dpserve_proto_msgTypes = make([]protoimpl.MessageInfo, 45)
 var file_dpserve_v1_dpserve_proto_goTypes = []any{
 	(*JoinRequest)(nil),        // 0: dpserve.v1.JoinRequest
 	(*JoinReply)(nil),          // 1: dpserve.v1.JoinReply
@@ -3050,14 +3229,16 @@ var file_dpserve_v1_dpserve_proto_goTypes = []any{
 	(*Pardon)(nil),             // 39: dpserve.v1.Pardon
 	(*Demand)(nil),             // 40: dpserve.v1.Demand
 	(*Records)(nil),            // 41: dpserve.v1.Records
-	nil,                        // 42: dpserve.v1.Waiting.UnitsEntry
+	(*GroupMessages)(nil),      // 42: dpserve.v1.GroupMessages
+	(*GroupMessage)(nil),       // 43: dpserve.v1.GroupMessage
+	nil,                        // 44: dpserve.v1.Waiting.UnitsEntry
 }
 var file_dpserve_v1_dpserve_proto_depIdxs = []int32{
 	2,  // 0: dpserve.v1.JoinReply.seeds:type_name -> dpserve.v1.Peer
 	6,  // 1: dpserve.v1.RenewRequest.events:type_name -> dpserve.v1.UnitEvent
 	6,  // 2: dpserve.v1.RenewRequest.units:type_name -> dpserve.v1.UnitEvent
 	5,  // 3: dpserve.v1.RenewReply.waiting:type_name -> dpserve.v1.Waiting
-	42, // 4: dpserve.v1.Waiting.units:type_name -> dpserve.v1.Waiting.UnitsEntry
+	44, // 4: dpserve.v1.Waiting.units:type_name -> dpserve.v1.Waiting.UnitsEntry
 	22, // 5: dpserve.v1.StartRankRequest.ranks:type_name -> dpserve.v1.RankGrant
 	22, // 6: dpserve.v1.StartRankRequest.all_ranks:type_name -> dpserve.v1.RankGrant
 	23, // 7: dpserve.v1.StartRankRequest.block:type_name -> dpserve.v1.Block
@@ -3069,39 +3250,42 @@ var file_dpserve_v1_dpserve_proto_depIdxs = []int32{
 	38, // 13: dpserve.v1.Post.resync:type_name -> dpserve.v1.Resync
 	40, // 14: dpserve.v1.Post.demand:type_name -> dpserve.v1.Demand
 	39, // 15: dpserve.v1.Post.pardon:type_name -> dpserve.v1.Pardon
-	0,  // 16: dpserve.v1.Enroll.Join:input_type -> dpserve.v1.JoinRequest
-	3,  // 17: dpserve.v1.Control.Renew:input_type -> dpserve.v1.RenewRequest
-	8,  // 18: dpserve.v1.Control.Certify:input_type -> dpserve.v1.CertifyRequest
-	10, // 19: dpserve.v1.Control.ForwardApply:input_type -> dpserve.v1.ApplyRequest
-	12, // 20: dpserve.v1.Control.Watch:input_type -> dpserve.v1.WatchRequest
-	14, // 21: dpserve.v1.Control.Assign:input_type -> dpserve.v1.AssignRequest
-	16, // 22: dpserve.v1.Control.Publish:input_type -> dpserve.v1.PublishRequest
-	18, // 23: dpserve.v1.Control.Await:input_type -> dpserve.v1.AwaitRequest
-	20, // 24: dpserve.v1.Node.StartRank:input_type -> dpserve.v1.StartRankRequest
-	24, // 25: dpserve.v1.Node.StopRank:input_type -> dpserve.v1.StopRankRequest
-	26, // 26: dpserve.v1.Node.Status:input_type -> dpserve.v1.StatusRequest
-	28, // 27: dpserve.v1.Node.Logs:input_type -> dpserve.v1.LogsRequest
-	31, // 28: dpserve.v1.Node.ResetRouter:input_type -> dpserve.v1.ResetRouterRequest
-	33, // 29: dpserve.v1.Replica.Subscribe:input_type -> dpserve.v1.SubscribeRequest
-	1,  // 30: dpserve.v1.Enroll.Join:output_type -> dpserve.v1.JoinReply
-	4,  // 31: dpserve.v1.Control.Renew:output_type -> dpserve.v1.RenewReply
-	9,  // 32: dpserve.v1.Control.Certify:output_type -> dpserve.v1.CertifyReply
-	11, // 33: dpserve.v1.Control.ForwardApply:output_type -> dpserve.v1.ApplyReply
-	13, // 34: dpserve.v1.Control.Watch:output_type -> dpserve.v1.WatchUpdate
-	15, // 35: dpserve.v1.Control.Assign:output_type -> dpserve.v1.AssignReply
-	17, // 36: dpserve.v1.Control.Publish:output_type -> dpserve.v1.PublishReply
-	19, // 37: dpserve.v1.Control.Await:output_type -> dpserve.v1.AwaitReply
-	21, // 38: dpserve.v1.Node.StartRank:output_type -> dpserve.v1.StartRankReply
-	25, // 39: dpserve.v1.Node.StopRank:output_type -> dpserve.v1.StopRankReply
-	27, // 40: dpserve.v1.Node.Status:output_type -> dpserve.v1.StatusReply
-	29, // 41: dpserve.v1.Node.Logs:output_type -> dpserve.v1.LogLines
-	32, // 42: dpserve.v1.Node.ResetRouter:output_type -> dpserve.v1.ResetRouterReply
-	41, // 43: dpserve.v1.Replica.Subscribe:output_type -> dpserve.v1.Records
-	30, // [30:44] is the sub-list for method output_type
-	16, // [16:30] is the sub-list for method input_type
-	16, // [16:16] is the sub-list for extension type_name
-	16, // [16:16] is the sub-list for extension extendee
-	0,  // [0:16] is the sub-list for field type_name
+	43, // 16: dpserve.v1.GroupMessages.messages:type_name -> dpserve.v1.GroupMessage
+	0,  // 17: dpserve.v1.Enroll.Join:input_type -> dpserve.v1.JoinRequest
+	3,  // 18: dpserve.v1.Control.Renew:input_type -> dpserve.v1.RenewRequest
+	8,  // 19: dpserve.v1.Control.Certify:input_type -> dpserve.v1.CertifyRequest
+	10, // 20: dpserve.v1.Control.ForwardApply:input_type -> dpserve.v1.ApplyRequest
+	12, // 21: dpserve.v1.Control.Watch:input_type -> dpserve.v1.WatchRequest
+	14, // 22: dpserve.v1.Control.Assign:input_type -> dpserve.v1.AssignRequest
+	16, // 23: dpserve.v1.Control.Publish:input_type -> dpserve.v1.PublishRequest
+	18, // 24: dpserve.v1.Control.Await:input_type -> dpserve.v1.AwaitRequest
+	20, // 25: dpserve.v1.Node.StartRank:input_type -> dpserve.v1.StartRankRequest
+	24, // 26: dpserve.v1.Node.StopRank:input_type -> dpserve.v1.StopRankRequest
+	26, // 27: dpserve.v1.Node.Status:input_type -> dpserve.v1.StatusRequest
+	28, // 28: dpserve.v1.Node.Logs:input_type -> dpserve.v1.LogsRequest
+	31, // 29: dpserve.v1.Node.ResetRouter:input_type -> dpserve.v1.ResetRouterRequest
+	33, // 30: dpserve.v1.Replica.Subscribe:input_type -> dpserve.v1.SubscribeRequest
+	42, // 31: dpserve.v1.Ingress.Hold:input_type -> dpserve.v1.GroupMessages
+	1,  // 32: dpserve.v1.Enroll.Join:output_type -> dpserve.v1.JoinReply
+	4,  // 33: dpserve.v1.Control.Renew:output_type -> dpserve.v1.RenewReply
+	9,  // 34: dpserve.v1.Control.Certify:output_type -> dpserve.v1.CertifyReply
+	11, // 35: dpserve.v1.Control.ForwardApply:output_type -> dpserve.v1.ApplyReply
+	13, // 36: dpserve.v1.Control.Watch:output_type -> dpserve.v1.WatchUpdate
+	15, // 37: dpserve.v1.Control.Assign:output_type -> dpserve.v1.AssignReply
+	17, // 38: dpserve.v1.Control.Publish:output_type -> dpserve.v1.PublishReply
+	19, // 39: dpserve.v1.Control.Await:output_type -> dpserve.v1.AwaitReply
+	21, // 40: dpserve.v1.Node.StartRank:output_type -> dpserve.v1.StartRankReply
+	25, // 41: dpserve.v1.Node.StopRank:output_type -> dpserve.v1.StopRankReply
+	27, // 42: dpserve.v1.Node.Status:output_type -> dpserve.v1.StatusReply
+	29, // 43: dpserve.v1.Node.Logs:output_type -> dpserve.v1.LogLines
+	32, // 44: dpserve.v1.Node.ResetRouter:output_type -> dpserve.v1.ResetRouterReply
+	41, // 45: dpserve.v1.Replica.Subscribe:output_type -> dpserve.v1.Records
+	42, // 46: dpserve.v1.Ingress.Hold:output_type -> dpserve.v1.GroupMessages
+	32, // [32:47] is the sub-list for method output_type
+	17, // [17:32] is the sub-list for method input_type
+	17, // [17:17] is the sub-list for extension type_name
+	17, // [17:17] is the sub-list for extension extendee
+	0,  // [0:17] is the sub-list for field type_name
 }
 
 func init() { file_dpserve_v1_dpserve_proto_init() }
@@ -3123,9 +3307,9 @@ func file_dpserve_v1_dpserve_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dpserve_v1_dpserve_proto_rawDesc), len(file_dpserve_v1_dpserve_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   43,
+			NumMessages:   45,
 			NumExtensions: 0,
-			NumServices:   4,
+			NumServices:   5,
 		},
 		GoTypes:           file_dpserve_v1_dpserve_proto_goTypes,
 		DependencyIndexes: file_dpserve_v1_dpserve_proto_depIdxs,

@@ -832,3 +832,105 @@ var Replica_ServiceDesc = grpc.ServiceDesc{
 	},
 	Metadata: "dpserve/v1/dpserve.proto",
 }
+
+const (
+	Ingress_Hold_FullMethodName = "/dpserve.v1.Ingress/Hold"
+)
+
+// IngressClient is the client API for Ingress service.
+//
+// For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
+//
+// Ingress is served by nodes with role ingress: the owner of the queue of a lockstep group answers the ingresses of
+// other nodes, each over one stream.
+type IngressClient interface {
+	Hold(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[GroupMessages, GroupMessages], error)
+}
+
+type ingressClient struct {
+	cc grpc.ClientConnInterface
+}
+
+func NewIngressClient(cc grpc.ClientConnInterface) IngressClient {
+	return &ingressClient{cc}
+}
+
+func (c *ingressClient) Hold(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[GroupMessages, GroupMessages], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Ingress_ServiceDesc.Streams[0], Ingress_Hold_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[GroupMessages, GroupMessages]{ClientStream: stream}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Ingress_HoldClient = grpc.BidiStreamingClient[GroupMessages, GroupMessages]
+
+// IngressServer is the server API for Ingress service.
+// All implementations must embed UnimplementedIngressServer
+// for forward compatibility.
+//
+// Ingress is served by nodes with role ingress: the owner of the queue of a lockstep group answers the ingresses of
+// other nodes, each over one stream.
+type IngressServer interface {
+	Hold(grpc.BidiStreamingServer[GroupMessages, GroupMessages]) error
+	mustEmbedUnimplementedIngressServer()
+}
+
+// UnimplementedIngressServer must be embedded to have
+// forward compatible implementations.
+//
+// NOTE: this should be embedded by value instead of pointer to avoid a nil
+// pointer dereference when methods are called.
+type UnimplementedIngressServer struct{}
+
+func (UnimplementedIngressServer) Hold(grpc.BidiStreamingServer[GroupMessages, GroupMessages]) error {
+	return status.Error(codes.Unimplemented, "method Hold not implemented")
+}
+func (UnimplementedIngressServer) mustEmbedUnimplementedIngressServer() {}
+func (UnimplementedIngressServer) testEmbeddedByValue()                 {}
+
+// UnsafeIngressServer may be embedded to opt out of forward compatibility for this service.
+// Use of this interface is not recommended, as added methods to IngressServer will
+// result in compilation errors.
+type UnsafeIngressServer interface {
+	mustEmbedUnimplementedIngressServer()
+}
+
+func RegisterIngressServer(s grpc.ServiceRegistrar, srv IngressServer) {
+	// If the following call panics, it indicates UnimplementedIngressServer was
+	// embedded by pointer and is nil.  This will cause panics if an
+	// unimplemented method is ever invoked, so we test this at initialization
+	// time to prevent it from happening at runtime later due to I/O.
+	if t, ok := srv.(interface{ testEmbeddedByValue() }); ok {
+		t.testEmbeddedByValue()
+	}
+	s.RegisterService(&Ingress_ServiceDesc, srv)
+}
+
+func _Ingress_Hold_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(IngressServer).Hold(&grpc.GenericServerStream[GroupMessages, GroupMessages]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Ingress_HoldServer = grpc.BidiStreamingServer[GroupMessages, GroupMessages]
+
+// Ingress_ServiceDesc is the grpc.ServiceDesc for Ingress service.
+// It's only intended for direct use with grpc.RegisterService,
+// and not to be introspected or modified (even as a copy)
+var Ingress_ServiceDesc = grpc.ServiceDesc{
+	ServiceName: "dpserve.v1.Ingress",
+	HandlerType: (*IngressServer)(nil),
+	Methods:     []grpc.MethodDesc{},
+	Streams: []grpc.StreamDesc{
+		{
+			StreamName:    "Hold",
+			Handler:       _Ingress_Hold_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
+		},
+	},
+	Metadata: "dpserve/v1/dpserve.proto",
+}
