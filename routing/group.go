@@ -425,7 +425,7 @@ func (r *GroupRule) budget(out *GroupLook) float64 {
 		sum += min(out.cands[k].least, oldest)
 	}
 	layers := math.Floor(sum/(float64(len(out.rows))*max(oldest, math.SmallestNonzeroFloat64)) + layerSlack)
-	budget := min(max(oldest, r.Law.Prefill(leastBudget, 0)), cohortSlack*max(1, layers)*oldest)
+	budget := min(max(cohortSlack*oldest, r.Law.Prefill(leastBudget, 0)), cohortSlack*max(1, layers)*oldest)
 	return max(budget, math.SmallestNonzeroFloat64)
 }
 

@@ -148,7 +148,11 @@ func TestGroupRuleDecides(t *testing.T) {
 		"prompts that are alike, and smaller ones in what is left": {
 			pace: 60 * ms, rate: 30,
 			waiting: waitingFor(now, 16_000, 1000, 15_000, 300, 16_000, 14_000, 2000),
-			want:    "1→0 5→1 3→2 6→3 7→3 2→2 4→3",
+			want:    "1→0 5→1 3→2 6→3 7→3 2→3 4→2",
+		},
+		"the oldest is the shortest of prompts that are alike": {
+			pace: 60 * ms, rate: 30, waiting: waitingFor(now, 3000, 3010, 3020, 3030),
+			want: "1→0 2→1 3→2 4→3",
 		},
 		"the window is four per rank": {
 			change: func(r *GroupRule) { r.Window = 1 },
