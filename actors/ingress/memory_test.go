@@ -79,15 +79,15 @@ func TestMemoryIsWhatTheProcessNeeds(t *testing.T) {
 		runtime.GC()
 	}
 	before := readMemory()
-	block := make([]byte, 64<<20)
+	block := make([]byte, 256<<20) // much more than what tests before this one leave behind
 	runtime.GC()
 	with := readMemory()
-	assert.Greater(t, with.bytes-before.bytes, int64(60<<20))
+	assert.Greater(t, with.bytes-before.bytes, int64(240<<20))
 	assert.Greater(t, with.collections, before.collections)
 	runtime.KeepAlive(block)
 	block = nil //nolint:ineffassign,wastedassign // garbage from here on
 	runtime.GC()
-	assert.Less(t, readMemory().bytes-before.bytes, int64(4<<20))
+	assert.Less(t, readMemory().bytes-before.bytes, int64(16<<20))
 }
 
 // TestNearTheMemoryLimit: requests are refused with Retry-After, running ones go on, and health is answered;
