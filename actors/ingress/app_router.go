@@ -358,6 +358,7 @@ func (ar *appRouter) setUnits(ready map[string]uint64, coming map[string]*state.
 	ar.publishPendingUnits() // after the ranks of units that are ready now have come
 	if !ar.hasReadyRank() {
 		ar.queue.room() // who waits looks again: the next start may take too long
+		ar.groups.room()
 	}
 }
 

@@ -111,7 +111,7 @@ func (g *groupQueue) refreshOwners() {
 	}
 }
 
-// allServe reports whether all groups that did serve do so.
+// allServe reports whether groups did serve, and all of them do so still.
 func (g *groupQueue) allServe() bool {
 	router := g.ar.router.Load()
 	for group := range g.owners {
@@ -119,7 +119,7 @@ func (g *groupQueue) allServe() bool {
 			return false
 		}
 	}
-	return true
+	return len(g.owners) > 0
 }
 
 // byAge are the requests that wait, the oldest first.
