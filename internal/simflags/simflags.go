@@ -71,6 +71,8 @@ var flags = map[string]Flag{
 	// its own
 	"sim-speed":             numbers(above),
 	"sim-step-ms":           numbers(real),
+	"sim-law":               {Words: []string{"qwen3-32b", "deepseek-v3"}},
+	"sim-prompt-steps":      {Switch: true},
 	"sim-startup-s":         numbers(real),
 	"sim-internal-lb":       wholes(0, 1024),
 	"sim-first-rank":        wholes(0, 4095),

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	em "github.com/dpserve/dpserve/internal/enginemodel"
+	"github.com/dpserve/dpserve/internal/steptime"
 )
 
 // Version is the engine version that is imitated, as GET /version tells it.
@@ -97,8 +98,9 @@ type Group struct {
 	ExpertParallel   bool   // must be equal on all ranks
 	TensorParallel   int    // must be equal on all ranks
 	HandshakeTimeout time.Duration
-	InternalLB       int // ranks behind this one port (attach tests); 0 = this process is one rank
-	FirstRank        int // number of the first of them: other ports have the ranks before it
+	Shared           steptime.Shared // what the ranks do together in a step
+	InternalLB       int             // ranks behind this one port (attach tests); 0 = this process is one rank
+	FirstRank        int             // number of the first of them: other ports have the ranks before it
 	// requests name a rank of this port by its number; else by its place behind this port, from 0
 	GlobalIndex bool
 }
@@ -208,6 +210,14 @@ func (c *Config) firstIndex() int {
 // scaled is d shortened by the time scale: a fast engine dies and drains fast too.
 func (c *Config) scaled(d time.Duration) time.Duration {
 	return time.Duration(float64(d) / max(1, c.Model.Speed))
+}
+
+// groupConfig is the shape of the group that rank 0 coordinates.
+func (c *Config) groupConfig() em.GroupConfig {
+	return em.GroupConfig{
+		Ranks: c.DPSize, SyncInterval: c.SyncInterval, MinStep: em.MinWallStep, Shared: c.Shared,
+		Speed: c.Model.Speed,
+	}
 }
 
 // fingerprint is vllm-<version>[-dp<N>]-<8 hex>, equal for equal configurations, so on all ranks of a group.

@@ -9,6 +9,7 @@ import (
 
 	em "github.com/dpserve/dpserve/internal/enginemodel"
 	"github.com/dpserve/dpserve/internal/simflags"
+	"github.com/dpserve/dpserve/internal/steptime"
 )
 
 // ParseFlags turns the command line of an engine into a Config. It takes vLLM's spelling (--name value,
@@ -60,8 +61,9 @@ type flagParser struct {
 	targets map[string]any
 	rpcHost string
 	rpcPort int
-	dpRank  int // -1 = not given
-	settled int // block size after the load; 0 = as asked for
+	dpRank  int    // -1 = not given
+	law     string // "" = the reference model
+	settled int    // block size after the load; 0 = as asked for
 }
 
 // set applies one flag; known is false for names this engine has no use for.
@@ -118,7 +120,8 @@ func (p *flagParser) settings() map[string]any {
 		"num-gpu-blocks-override": &m.Blocks, "max-num-batched-tokens": &m.MaxBatchedTokens,
 		"max-num-queued-reqs": &m.MaxQueuedReqs, "max-num-queued-tokens": &m.MaxQueuedTokens,
 		"enable-prefix-caching": &m.PrefixCaching, "sim-settle-block-size": &p.settled,
-		"sim-speed": &m.Speed, "sim-step-ms": p.fixedStep,
+		"sim-speed": &m.Speed, "sim-step-ms": p.fixedStep, "sim-law": &p.law,
+		"sim-prompt-steps": &m.PromptSteps,
 
 		"data-parallel-size": &c.DPSize, "data-parallel-rank": &p.dpRank,
 		"data-parallel-address": &p.rpcHost, "data-parallel-rpc-port": &p.rpcPort,
@@ -251,7 +254,26 @@ func (p *flagParser) finish() error {
 		c.Model.Blocks = em.DefaultBlocks * em.DefaultBlockSize / max(1, c.Model.BlockSize)
 	}
 	c.Model.Lockstep = c.lockstep()
+	if err := p.applyLaw(); err != nil {
+		return err
+	}
 	return c.Validate()
+}
+
+// lawExperts is the law of a mixture-of-experts model, whose ranks compute the experts together.
+const lawExperts = "deepseek-v3"
+
+// applyLaw sets how long steps take.
+func (p *flagParser) applyLaw() error {
+	m := &p.cfg.Model
+	switch {
+	case p.law != lawExperts || m.Fixed:
+		return nil
+	case !m.Lockstep:
+		return fmt.Errorf("--sim-law %s is of lockstep groups: set coupling: lockstep, or leave sim_law out", p.law)
+	}
+	m.Law, p.cfg.Shared = steptime.DeepSeek(p.cfg.DPSize)
+	return nil
 }
 
 const defaultRPCPort = 29550

@@ -17,16 +17,16 @@ import (
 )
 
 // The ranks of a lockstep group meet at rank 0 over TCP. Every message is one frame of frameSize bytes: kind,
-// a flag, the rank (2 bytes), a spare word of 4, then 8 bytes of duration or hash; little-endian. Behind the
-// first one, the hello, comes the proof that its sender belongs to the group.
+// a flag, the rank (2 bytes), a count of 4, then 8 bytes of duration or hash; little-endian. Behind the first
+// one, the hello, comes the proof that its sender belongs to the group.
 const frameSize = 16
 
 // Kinds of frames.
 const (
-	frameHello   byte = 'H' // member → coordinator: rank, size in spare, collective hash
+	frameHello   byte = 'H' // member → coordinator: rank, count = size, collective hash
 	frameReady   byte = 'R' // coordinator → member: the group is complete
 	frameWave    byte = 'W' // member → coordinator: has work
-	frameReport  byte = 'S' // member → coordinator: duration of its step, flag = unfinished
+	frameReport  byte = 'S' // member → coordinator: duration of its step, count = tokens, flag = unfinished
 	frameBegin   byte = 'B' // coordinator → member: a wave begins
 	frameEnd     byte = 'E' // coordinator → member: the step ended, flag = the wave goes on
 	frameBroken  byte = 'X' // coordinator → member: a rank is gone
@@ -38,7 +38,7 @@ type frame struct {
 	kind  byte
 	flag  bool
 	rank  uint16
-	spare uint32
+	count uint32
 	value uint64
 }
 
@@ -49,7 +49,7 @@ func (f frame) encode() [frameSize]byte {
 		b[1] = 1
 	}
 	binary.LittleEndian.PutUint16(b[2:], f.rank)
-	binary.LittleEndian.PutUint32(b[4:], f.spare)
+	binary.LittleEndian.PutUint32(b[4:], f.count)
 	binary.LittleEndian.PutUint64(b[8:], f.value)
 	return b
 }
@@ -57,7 +57,7 @@ func (f frame) encode() [frameSize]byte {
 func decodeFrame(b [frameSize]byte) frame {
 	return frame{
 		kind: b[0], flag: b[1] == 1, rank: binary.LittleEndian.Uint16(b[2:]),
-		spare: binary.LittleEndian.Uint32(b[4:]), value: binary.LittleEndian.Uint64(b[8:]),
+		count: binary.LittleEndian.Uint32(b[4:]), value: binary.LittleEndian.Uint64(b[8:]),
 	}
 }
 
@@ -134,7 +134,7 @@ func (l *link) gather(ctx context.Context, cfg *Config) error {
 // welcome accepts a rank of the group; false = the rank has joined already or does not exist.
 func (l *link) welcome(g groupCaller, cfg *Config) (bool, error) {
 	rank := int(g.hello.rank)
-	if int(g.hello.spare) != cfg.DPSize || rank == 0 || rank >= cfg.DPSize || l.conns[rank] != nil {
+	if int(g.hello.count) != cfg.DPSize || rank == 0 || rank >= cfg.DPSize || l.conns[rank] != nil {
 		return false, g.conn.Close()
 	}
 	l.conns[rank] = g.conn
@@ -147,10 +147,7 @@ func (l *link) welcome(g groupCaller, cfg *Config) (bool, error) {
 
 // open tells all ranks that the group is complete and starts the coordinator.
 func (l *link) open(cfg *Config) error {
-	group, err := em.NewGroup(em.GroupConfig{
-		Ranks: cfg.DPSize, SyncInterval: cfg.SyncInterval,
-		MinStep: em.MinWallStep,
-	})
+	group, err := em.NewGroup(cfg.groupConfig())
 	if err != nil {
 		return err
 	}
@@ -188,7 +185,7 @@ func (l *link) hello(ctx context.Context, cfg *Config) (net.Conn, error) {
 	defer stop()
 	//nolint:gosec // bounded by maxGroupRanks
 	hello := frame{
-		kind: frameHello, rank: uint16(cfg.DPRank), spare: uint32(cfg.DPSize),
+		kind: frameHello, rank: uint16(cfg.DPRank), count: uint32(cfg.DPSize),
 		value: cfg.collectiveHash(),
 	}
 	if err := writeHello(conn, hello, cfg.GroupKey); err != nil {
@@ -247,7 +244,7 @@ func asReport(from int, f frame) em.GroupInput {
 		//nolint:gosec // was a duration
 		return em.GroupInput{
 			Kind: em.GroupReport, Rank: from, Took: time.Duration(f.value),
-			Unfinished: f.flag,
+			Tokens: int(f.count), Unfinished: f.flag,
 		}
 	}
 	return em.GroupInput{Kind: em.GroupWave, Rank: from}
@@ -267,7 +264,8 @@ func asInput(f frame) em.Input {
 func (l *link) report(rank int, in em.GroupInput) {
 	f := frame{kind: frameWave, rank: uint16(rank)} //nolint:gosec // bounded by maxGroupRanks
 	if in.Kind == em.GroupReport {
-		f.kind, f.flag, f.value = frameReport, in.Unfinished, uint64(in.Took) //nolint:gosec // not negative
+		//nolint:gosec // not negative, and the tokens are those of one step
+		f.kind, f.flag, f.count, f.value = frameReport, in.Unfinished, uint32(in.Tokens), uint64(in.Took)
 	}
 	if err := writeFrame(l.conns[0], f); err != nil {
 		_ = l.conns[0].Close()

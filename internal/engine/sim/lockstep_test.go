@@ -2,6 +2,7 @@ package sim
 
 import (
 	"context"
+	"net"
 	"strings"
 	"testing"
 	"time"
@@ -9,6 +10,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	em "github.com/dpserve/dpserve/internal/enginemodel"
+	"github.com/dpserve/dpserve/internal/steptime"
 	"github.com/dpserve/dpserve/test/ports"
 )
 
@@ -134,4 +137,47 @@ func TestLoneRankNeverGetsIn(t *testing.T) {
 	c.DPRank = 0
 	_, err = startServer(t.Context(), c)
 	require.ErrorContains(t, err, "1 of 2 ranks came")
+}
+
+// TestReportsOfRanks: what a rank says of its step comes as it was said, because rank 0 computes from all
+// tokens what the ranks do together.
+func TestReportsOfRanks(t *testing.T) {
+	member, rank0 := net.Pipe()
+	l := &link{conns: []net.Conn{member}}
+	for _, in := range []em.GroupInput{
+		{Kind: em.GroupWave, Rank: 3},
+		{Kind: em.GroupReport, Rank: 3, Took: 85 * time.Millisecond, Tokens: 8192, Unfinished: true},
+		{Kind: em.GroupReport, Rank: 3, Took: time.Millisecond},
+	} {
+		go l.report(3, in)
+		f, err := readFrame(rank0)
+		require.NoError(t, err)
+		assert.Equal(t, in, asReport(3, f))
+	}
+}
+
+func TestLawOfAGroup(t *testing.T) {
+	of := func(args ...string) Config {
+		c, ignored, err := ParseFlags(append(args, "--data-parallel-size", "8", "--data-parallel-rank", "0",
+			"--sim-speed", "2"))
+		require.NoError(t, err)
+		assert.Empty(t, ignored)
+		return c
+	}
+	law, shared := steptime.DeepSeek(8)
+	c := of("--sim-law", "deepseek-v3", "--sim-prompt-steps")
+	assert.Equal(t, law, c.Model.Law)
+	assert.True(t, c.Model.PromptSteps)
+	assert.Equal(t, em.GroupConfig{
+		Ranks: 8, SyncInterval: 16, MinStep: em.MinWallStep, Shared: shared, Speed: 2,
+	}, c.groupConfig())
+	for _, c := range []Config{
+		of(), of("--sim-law", "qwen3-32b"), of("--sim-law", "deepseek-v3", "--sim-step-ms", "5"),
+	} {
+		assert.Equal(t, steptime.Reference(), c.Model.Law)
+		assert.Zero(t, c.groupConfig().Shared)
+		assert.False(t, c.Model.PromptSteps)
+	}
+	_, _, err := ParseFlags([]string{"--sim-law", "deepseek-v3"})
+	require.ErrorContains(t, err, "set coupling: lockstep")
 }

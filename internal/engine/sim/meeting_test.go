@@ -43,11 +43,11 @@ func TestStrangersAtTheMeetingPoint(t *testing.T) {
 	}
 	_, err := dial().Write([]byte(strings.Repeat("x", 64)))
 	require.NoError(t, err)
-	hello := frame{kind: frameHello, rank: 1, spare: 2, value: c.collectiveHash()}
+	hello := frame{kind: frameHello, rank: 1, count: 2, value: c.collectiveHash()}
 	require.NoError(t, writeHello(dial(), hello, "key of another start"))
 	hello.rank = 2
 	require.NoError(t, writeHello(dial(), hello, c.GroupKey))
-	hello.rank, hello.spare = 1, 3
+	hello.rank, hello.count = 1, 3
 	require.NoError(t, writeHello(dial(), hello, c.GroupKey))
 	other := c
 	other.DPRank = 1

@@ -239,7 +239,9 @@ func (r *rank) pass(e *em.Effect) {
 	case em.EffectWave:
 		r.group(em.GroupInput{Kind: em.GroupWave})
 	case em.EffectReport:
-		r.group(em.GroupInput{Kind: em.GroupReport, Took: e.Took, Unfinished: e.Unfinished})
+		r.group(em.GroupInput{
+			Kind: em.GroupReport, Took: e.Took, Tokens: e.Tokens, Unfinished: e.Unfinished,
+		})
 	}
 }
 
