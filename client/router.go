@@ -312,8 +312,40 @@ type Info struct {
 	Imbalance float64 `json:"imbalance"`
 	Index     *Index  `json:"index,omitempty"` // nil: the policy reads none
 	Law       *Law    `json:"law,omitempty"`   // nil: the policy predicts no times
+	// queues of lockstep groups, under the policy cohorts
+	Groups []GroupQueue `json:"groups,omitempty"`
 	// nil: the application has one pool. Else the rest is of the decode pool
 	Pair *PairInfo `json:"pair,omitempty"`
+}
+
+// GroupQueue is the queue of a lockstep group, as one node sees it.
+type GroupQueue struct {
+	Group   int    `json:"group"`
+	Owner   string `json:"owner,omitempty"` // the node whose ingress has the queue; "" = not known yet
+	Waiting int    `json:"waiting"`         // requests of this node's clients
+	IsHere  bool   `json:"is_here"`         // this node's ingress has the queue; else the rest is not known
+
+	Held          int     `json:"held"`                     // requests that wait, of all nodes
+	Why           string  `json:"why,omitempty"`            // what the oldest of them waits for
+	Open          int     `json:"open"`                     // requests that were released and have not ended
+	PaceMs        float64 `json:"pace_ms,omitempty"`        // mean time between tokens; 0 = not known
+	Rate          float64 `json:"rate"`                     // arrivals per second
+	Ranks         int     `json:"ranks"`                    // that serve
+	DecodeBalance float64 `json:"decode_balance,omitempty"` // mean decode time of the ranks over the slowest's
+	Cohorts       Cohorts `json:"cohorts"`                  // since the queue began
+	LastMinute    Cohorts `json:"last_minute"`
+}
+
+// Cohorts counts releases of prompts that enter a lockstep group together.
+type Cohorts struct {
+	Count    uint64 `json:"count"`
+	Requests uint64 `json:"requests"`
+	Ranks    uint64 `json:"ranks"` // that got prompts, summed over the cohorts
+}
+
+// Add adds another count.
+func (c *Cohorts) Add(o Cohorts) {
+	c.Count, c.Requests, c.Ranks = c.Count+o.Count, c.Requests+o.Requests, c.Ranks+o.Ranks
 }
 
 // Law is how long a Router expects its engines to take: the milliseconds of a preset, times what it measured

@@ -243,6 +243,20 @@ func (r *GroupRule) decodeCost(requests int, context int64) float64 {
 	return r.Law.DecodeMS*float64(requests) + r.Law.ContextMS*float64(context)
 }
 
+// DecodeBalance is the mean time that the ranks' decodes take in a step, over that of the slowest rank; 1 is
+// even, and so is idle.
+func (r *GroupRule) DecodeBalance(ranks []GroupRank) float64 {
+	most, sum := 0.0, 0.0
+	for i := range ranks {
+		cost := r.decodeCost(ranks[i].Open, ranks[i].Context)
+		most, sum = max(most, cost), sum+cost
+	}
+	if most == 0 {
+		return 1
+	}
+	return sum / (most * float64(len(ranks)))
+}
+
 // isShort reports whether a rank that can take w would compute hardly anything.
 func (r *GroupRule) isShort(w *GroupWaiting, rows []groupRow) bool {
 	at := 0

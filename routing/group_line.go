@@ -226,9 +226,10 @@ func (l *GroupLine) Look(ranks []GroupRank, now time.Duration, out *GroupLook) {
 }
 
 // Preview is what one step of Look would release at an instant to come, if nothing happened until then; the
-// queue stays as it is. Index is the place in Waiting.
-func (l *GroupLine) Preview(ranks []GroupRank, at time.Duration, out *GroupLook) {
+// queue stays as it is. more are requests that would wait behind it. Index is the place in Waiting.
+func (l *GroupLine) Preview(ranks []GroupRank, at time.Duration, out *GroupLook, more ...GroupWaiting) {
 	l.fill(ranks, at)
+	l.in.Waiting = append(slices.Clip(l.waiting), more...)
 	l.rule.Next(&l.in, out)
 }
 

@@ -51,7 +51,7 @@ type groupLine struct {
 	unseen  map[uint64]unseenRelease // likewise: released, and not counted by the Router yet
 	held    routing.GroupHeld        // what the oldest waits for, as of the last look
 	askAt   time.Duration            // 0: an event will change the answer
-	cohorts cohortCounts
+	cohorts cohortLog
 }
 
 // groupHolder is a request of another ingress.
@@ -66,12 +66,6 @@ type unseenRelease struct {
 	rank   routing.RankID
 	tokens int
 	at     time.Duration
-}
-
-// cohortCounts are the cohorts of a line: releases of prompts that make steps longer.
-type cohortCounts struct {
-	n, requests, ranks uint64 // ranks: that got prompts, over all cohorts
-	last               int    // requests of the last one
 }
 
 func (g *groupQueue) init(ar *appRouter) {
@@ -194,7 +188,7 @@ func (g *groupQueue) lookAt(group int, l *groupLine, router *routing.Router, now
 	for i := range g.look.Releases {
 		g.release(group, l, &g.look.Releases[i], now)
 	}
-	l.cohorts.count(g.look.Releases)
+	l.cohorts.count(g.look.Releases, now)
 }
 
 // countUnseen adds to the rows what is on its way to the ranks.
@@ -240,25 +234,6 @@ func (g *groupQueue) returnHolders(group int, l *groupLine) {
 	}
 }
 
-// count adds the releases of a look.
-func (c *cohortCounts) count(releases []routing.GroupRelease) {
-	n, ranks := 0, 0
-	for i := range releases {
-		if releases[i].Work == 0 {
-			continue
-		}
-		n++
-		if !slices.ContainsFunc(releases[:i], func(r routing.GroupRelease) bool {
-			return r.Work > 0 && r.Rank == releases[i].Rank
-		}) {
-			ranks++
-		}
-	}
-	if n > 0 {
-		c.n, c.requests, c.ranks, c.last = c.n+1, c.requests+uint64(n), c.ranks+uint64(ranks), n
-	}
-}
-
 // line is the queue of a group that this ingress owns.
 func (g *groupQueue) line(group int) *groupLine {
 	l := g.lines[group]
@@ -299,56 +274,4 @@ func (g *groupQueue) observe(kind routing.EventKind, rank routing.RankID, key ui
 	if len(l.Waiting()) > 0 {
 		g.poke()
 	}
-}
-
-// GroupState is what one sees of the queue of a lockstep group.
-type GroupState struct {
-	Group   int
-	Owner   string        // the node whose ingress has the queue, as this ingress knows
-	Waiting int           // requests of this ingress
-	Line    bool          // this ingress has the queue: what follows is known
-	Held    int           // requests of all ingresses that wait here
-	Why     string        // what the oldest waits for; "" = none waits
-	Pace    time.Duration // mean time between tokens; 0 = not known
-	Rate    float64       // requests per second
-	Open    int           // requests that were released and have not ended
-	// since the line began: cohorts, their requests, and the ranks that got prompts
-	Cohorts, CohortRequests, CohortRanks uint64
-	LastCohort                           int // requests
-}
-
-// state lists the groups, in their order.
-func (g *groupQueue) state() []GroupState {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	rows := map[int]*GroupState{}
-	row := func(group int) *GroupState {
-		if rows[group] == nil {
-			rows[group] = &GroupState{Group: group, Owner: g.owners[group]}
-		}
-		return rows[group]
-	}
-	for group := range g.owners {
-		row(group)
-	}
-	for _, w := range g.waits {
-		row(w.group).Waiting++
-	}
-	now := g.ar.in.clock()
-	for group, l := range g.lines {
-		s := row(group)
-		s.Line, s.Held, s.Open = true, len(l.Waiting()), l.Released()
-		s.Pace, s.Rate = l.Pace(now), l.Rate(now)
-		if s.Held > 0 {
-			s.Why = l.held.String()
-		}
-		s.Cohorts, s.CohortRequests, s.CohortRanks, s.LastCohort = l.cohorts.n, l.cohorts.requests,
-			l.cohorts.ranks, l.cohorts.last
-	}
-	out := make([]GroupState, 0, len(rows))
-	for _, s := range rows {
-		out = append(out, *s)
-	}
-	slices.SortFunc(out, func(a, b GroupState) int { return a.Group - b.Group })
-	return out
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"maps"
@@ -91,6 +92,9 @@ func routerTable(r *client.Info) *table {
 	} else {
 		row("index", describeIndex(r.Index))
 	}
+	for i := range r.Groups {
+		addGroupRows(row, &r.Groups[i])
+	}
 	if r.Law != nil {
 		row("law", describeLaw(r.Law))
 		if slow := listSlowRanks(r.Law); slow != "" {
@@ -98,6 +102,32 @@ func routerTable(r *client.Info) *table {
 		}
 	}
 	return t
+}
+
+// addGroupRows describes the queue of a lockstep group.
+func addGroupRows(row func(name, value string), q *client.GroupQueue) {
+	name := fmt.Sprintf("group %d ", q.Group)
+	if !q.IsHere {
+		row(name+"queue", fmt.Sprintf("at node %s; %d wait from here", cmp.Or(q.Owner, "?"), q.Waiting))
+		return
+	}
+	held := fmt.Sprintf("%d held", q.Held)
+	if q.Why != "" {
+		held += ", the oldest " + q.Why
+	}
+	row(name+"queue", fmt.Sprintf("%s; %d in the group", held, q.Open))
+	cohorts := "none in the last minute"
+	if m := q.LastMinute; m.Count > 0 {
+		n := float64(m.Count)
+		cohorts = fmt.Sprintf("%d in the last minute, of %.1f requests, on %.1f of %d ranks", m.Count,
+			float64(m.Requests)/n, float64(m.Ranks)/n, q.Ranks)
+	}
+	row(name+"cohorts", cohorts)
+	pace := "no tokens"
+	if q.PaceMs > 0 {
+		pace = fmt.Sprintf("%.1f ms between tokens", q.PaceMs)
+	}
+	row(name+"pace", fmt.Sprintf("%s, decode balance %.2f, %.1f requests/s", pace, q.DecodeBalance, q.Rate))
 }
 
 // describeLaw says which step times the Router expects, and how well they match the measured ones.

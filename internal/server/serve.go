@@ -376,6 +376,22 @@ func sampleOf(app string, r *client.RankStatus) telemetry.RankSample {
 	return out
 }
 
+// appendGroups appends the queues of lockstep groups that this node has.
+func appendGroups(into []telemetry.GroupSample, app string,
+	queues []client.GroupQueue,
+) []telemetry.GroupSample {
+	for i := range queues {
+		if q := &queues[i]; q.IsHere {
+			into = append(into, telemetry.GroupSample{
+				App: app, Group: q.Group, Held: q.Held, Open: q.Open, PaceMs: q.PaceMs,
+				DecodeBalance: q.DecodeBalance, Cohorts: q.Cohorts.Count, CohortRequests: q.Cohorts.Requests,
+				OnRanks: q.Cohorts.Ranks,
+			})
+		}
+	}
+	return into
+}
+
 // metricsHandler returns /metrics: it updates the gauges of ranks, KV caches and the lease, then answers.
 func metricsHandler(n *Node) http.Handler {
 	pages := n.metrics.Handler()
@@ -384,6 +400,7 @@ func metricsHandler(n *Node) http.Handler {
 		n.nodeMetrics.Show(n.node.LeaseLeft().Seconds(), leads)
 		var samples []telemetry.RankSample
 		var indexes []telemetry.AppIndex
+		var groups []telemetry.GroupSample
 		for unit, ranks := range n.node.RankStatuses() {
 			name, _, _ := strings.Cut(unit, "/")
 			for i := range ranks {
@@ -398,9 +415,10 @@ func metricsHandler(n *Node) http.Handler {
 						Resyncs: ix.Resyncs,
 					})
 				}
+				groups = appendGroups(groups, name, n.ingress.GroupQueues(name))
 			}
 		}
-		n.metrics.ShowRanks(samples, indexes)
+		n.metrics.ShowRanks(samples, indexes, groups)
 		pages.ServeHTTP(w, r)
 	})
 }

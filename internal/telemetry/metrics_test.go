@@ -75,7 +75,7 @@ func use(m *telemetry.Metrics) {
 	m.UnitPhase("demo", "demo/0", state.Starting, 1)
 	m.UnitPhase("demo", "demo/0", state.Ready, 2)
 	m.UnitRestart("demo", "demo/0")
-	m.ShowRanks([]telemetry.RankSample{{App: "demo", Group: 0, Rank: 3, InFlight: 5, Tripped: true}}, nil)
+	m.ShowRanks([]telemetry.RankSample{{App: "demo", Group: 0, Rank: 3, InFlight: 5, Tripped: true}}, nil, nil)
 	m.AppRanks("demo", 3, 4)
 	m.RequestRefused(telemetry.RouteOther, http.StatusNotFound)
 	m.RaftApply("node-1")(150 * time.Microsecond)
@@ -143,7 +143,7 @@ func TestUnitForget(t *testing.T) {
 	m := telemetry.New()
 	use(m)
 	m.App("demo", "power-of-two").Pick(0, 1, "two_choices")
-	m.ShowRanks([]telemetry.RankSample{{App: "demo", Group: 0, Rank: 1, InFlight: 2}}, nil)
+	m.ShowRanks([]telemetry.RankSample{{App: "demo", Group: 0, Rank: 1, InFlight: 2}}, nil, nil)
 	m.UnitPhase("demo", "demo/1", state.Failed, 9)
 
 	m.UnitForget("demo", "demo/0")
@@ -276,8 +276,20 @@ func TestSeriesGoWithTheirRank(t *testing.T) {
 			},
 		},
 		{App: "demo", Group: 1, Rank: 1},
-	}, []telemetry.AppIndex{{App: "demo", Blocks: 9, Bytes: 1024, Evicted: 4, Resyncs: 5}})
+	}, []telemetry.AppIndex{
+		{App: "demo", Blocks: 9, Bytes: 1024, Evicted: 4, Resyncs: 5},
+	}, []telemetry.GroupSample{{
+		App: "demo", Group: 1, Held: 3, Open: 60, PaceMs: 37.5, DecodeBalance: .98, Cohorts: 4, CohortRequests: 30,
+		OnRanks: 29,
+	}})
 	assert.Equal(t, []string{
+		`dpserve_group_cohort_ranks_total{app="demo",group="1"} 29`,
+		`dpserve_group_cohort_requests_total{app="demo",group="1"} 30`,
+		`dpserve_group_cohorts_total{app="demo",group="1"} 4`,
+		`dpserve_group_decode_balance{app="demo",group="1"} 0.98`,
+		`dpserve_group_held{app="demo",group="1"} 3`,
+		`dpserve_group_open{app="demo",group="1"} 60`,
+		`dpserve_group_pace_seconds{app="demo",group="1"} 0.0375`,
 		`dpserve_kv_events_total{app="demo",group="1",kind="batch",rank="0"} 7`,
 		`dpserve_kv_events_total{app="demo",group="1",kind="dropped",rank="0"} 3`,
 		`dpserve_kv_events_total{app="demo",group="1",kind="gap",rank="0"} 1`,
@@ -306,7 +318,7 @@ func TestSeriesGoWithTheirRank(t *testing.T) {
 
 	m.ShowRanks([]telemetry.RankSample{
 		{App: "demo", Group: 0, Rank: 1, KV: &telemetry.KVSample{Blocks: 6}},
-	}, nil)
+	}, nil, nil)
 	joined := strings.Join(series(t, m), "\n")
 	assert.Contains(t, joined, `dpserve_kv_index_blocks{app="demo",group="0",rank="1"} 6`)
 	assert.NotContains(t, joined, `group="1"`)

@@ -134,7 +134,7 @@ func TestTransferSeries(t *testing.T) {
 			Count: 2, Bytes: 65536, Failed: 3, Expired: 4, LateReads: 5, Seconds: 0.25,
 		}},
 		{App: "pd.decode", Group: 0, Rank: 2},
-	}, nil)
+	}, nil, nil)
 	var lines []string
 	for _, line := range series(t, m) {
 		if strings.HasPrefix(line, "dpserve_kv_") {
@@ -161,7 +161,7 @@ func TestEveryMetricIsDocumented(t *testing.T) {
 	m.BuildInfo("v1")
 	m.ShowRanks([]telemetry.RankSample{{
 		App: "demo", KV: &telemetry.KVSample{Events: true}, Transfer: &telemetry.TransferSample{},
-	}}, []telemetry.AppIndex{{App: "demo"}})
+	}}, []telemetry.AppIndex{{App: "demo"}}, []telemetry.GroupSample{{App: "demo"}})
 	exported := map[string]bool{}
 	for _, line := range scrape(t, m) {
 		if name, ok := strings.CutPrefix(line, "# TYPE "); ok {

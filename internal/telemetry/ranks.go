@@ -49,6 +49,46 @@ type AppIndex struct {
 	Resyncs uint64
 }
 
+// GroupSample describes the queue of a lockstep group at the ingress that has it. The counts are since the
+// queue began.
+type GroupSample struct {
+	App                              string
+	Group, Held, Open                int
+	PaceMs, DecodeBalance            float64
+	Cohorts, CohortRequests, OnRanks uint64
+}
+
+// groupDescs describe the series of a GroupSample.
+type groupDescs struct{ held, open, pace, balance, cohorts, requests, ranks *prometheus.Desc }
+
+func newGroupDescs() groupDescs {
+	desc := func(name, help string) *prometheus.Desc { return newAppDesc(name, help, labelGroup) }
+	return groupDescs{
+		held:     desc("group_held", "Requests that wait in the queue of a lockstep group."),
+		open:     desc("group_open", "Requests that the queue has released and that have not ended."),
+		pace:     desc("group_pace_seconds", "Mean time between the tokens of a request; 0 = not known."),
+		balance:  desc("group_decode_balance", "Mean decode time of the ranks over that of the slowest."),
+		cohorts:  desc("group_cohorts_total", "Releases of prompts that enter the group together."),
+		requests: desc("group_cohort_requests_total", "Requests of those cohorts."),
+		ranks:    desc("group_cohort_ranks_total", "Ranks that got prompts, summed over those cohorts."),
+	}
+}
+
+func (d *groupDescs) list() []*prometheus.Desc {
+	return []*prometheus.Desc{d.held, d.open, d.pace, d.balance, d.cohorts, d.requests, d.ranks}
+}
+
+func (d *groupDescs) collect(ch chan<- prometheus.Metric, s *GroupSample) {
+	labels := []string{s.App, strconv.Itoa(s.Group)}
+	ch <- newGaugeSample(d.held, float64(s.Held), labels...)
+	ch <- newGaugeSample(d.open, float64(s.Open), labels...)
+	ch <- newGaugeSample(d.pace, s.PaceMs/1000, labels...)
+	ch <- newGaugeSample(d.balance, s.DecodeBalance, labels...)
+	ch <- newCounterSample(d.cohorts, s.Cohorts, labels...)
+	ch <- newCounterSample(d.requests, s.CohortRequests, labels...)
+	ch <- newCounterSample(d.ranks, s.OnRanks, labels...)
+}
+
 // rankCollector collects the samples of the last ShowRanks, so that a rank's series disappear with the rank.
 type rankCollector struct {
 	snapshot atomic.Pointer[rankSamples]
@@ -57,6 +97,7 @@ type rankCollector struct {
 	blocks, bytes, orphans, evictions, events, silent  *prometheus.Desc
 	routerBlocks, routerBytes, routerEvicted, resynced *prometheus.Desc
 	transfer                                           transferDescs
+	group                                              groupDescs
 }
 
 // transferDescs describe the series of a TransferSample.
@@ -91,8 +132,9 @@ func (d *transferDescs) collect(ch chan<- prometheus.Metric, s *TransferSample, 
 }
 
 type rankSamples struct {
-	ranks []RankSample
-	apps  []AppIndex
+	ranks  []RankSample
+	apps   []AppIndex
+	groups []GroupSample
 }
 
 func newRankCollector() *rankCollector {
@@ -121,7 +163,7 @@ func newRankCollector() *rankCollector {
 			"Blocks dropped from this ingress's KV index at its memory cap."),
 		resynced: newAppDesc("router_index_resyncs_total",
 			"Columns of this ingress's KV index that were asked for again after a gap."),
-		transfer: newTransferDescs(),
+		transfer: newTransferDescs(), group: newGroupDescs(),
 	}
 }
 
@@ -134,10 +176,10 @@ func newAppDesc(name, help string, more ...string) *prometheus.Desc {
 		append([]string{labelApp}, more...), nil)
 }
 
-// ShowRanks replaces the samples of ranks and of the ingress's indexes. Call it before each scrape with all
-// ranks of this node and all applications that have an index.
-func (m *Metrics) ShowRanks(ranks []RankSample, apps []AppIndex) {
-	m.ranks.snapshot.Store(&rankSamples{ranks, apps})
+// ShowRanks replaces the samples of ranks, and of the ingress's indexes and queues of lockstep groups. Call it
+// before each scrape with all ranks of this node, all applications that have an index, and all such queues.
+func (m *Metrics) ShowRanks(ranks []RankSample, apps []AppIndex, groups []GroupSample) {
+	m.ranks.snapshot.Store(&rankSamples{ranks, apps, groups})
 }
 
 // forget drops the samples of an application. When a ShowRanks comes in between, its samples stay: they are
@@ -150,13 +192,15 @@ func (c *rankCollector) forget(app string) {
 	left := rankSamples{
 		ranks: slices.DeleteFunc(slices.Clone(old.ranks), func(r RankSample) bool { return r.App == app }),
 		apps:  slices.DeleteFunc(slices.Clone(old.apps), func(a AppIndex) bool { return a.App == app }),
+		groups: slices.DeleteFunc(slices.Clone(old.groups),
+			func(g GroupSample) bool { return g.App == app }),
 	}
 	c.snapshot.CompareAndSwap(old, &left)
 }
 
 // Describe implements prometheus.Collector.
 func (c *rankCollector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range append(c.transfer.list(),
+	for _, d := range append(append(c.transfer.list(), c.group.list()...),
 		c.inFlight, c.tripped, c.blocks, c.bytes, c.orphans, c.evictions, c.events, c.silent,
 		c.routerBlocks, c.routerBytes, c.routerEvicted, c.resynced,
 	) {
@@ -179,6 +223,9 @@ func (c *rankCollector) Collect(ch chan<- prometheus.Metric) {
 		ch <- newGaugeSample(c.routerBytes, float64(a.Bytes), a.App)
 		ch <- newCounterSample(c.routerEvicted, a.Evicted, a.App)
 		ch <- newCounterSample(c.resynced, a.Resyncs, a.App)
+	}
+	for i := range s.groups {
+		c.group.collect(ch, &s.groups[i])
 	}
 }
 
