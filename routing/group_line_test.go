@@ -270,6 +270,8 @@ func TestGroupLineKeepsPlaces(t *testing.T) {
 	var out GroupLook
 	line.Preview(groupOf(4), now+10, &out)
 	assert.Equal(t, "4→0 5→1 6→2 7→3", shown(&out))
+	line.Preview(groupOf(6), now+10, &out, GroupWaiting{ID: 9, Tokens: 9000, Since: now + 10})
+	assert.Equal(t, "4→0 5→1 6→2 7→3 7→4 9→5", shown(&out), "with one that would wait behind them")
 	assert.Equal(t, []uint64{4, 5, 6, 7, 7}, order())
 	line.Look(groupOf(4), now+10, &out)
 	assert.Equal(t, "4→0 5→1 6→2 7→3", shown(&out))

@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/assert"
+
+	"github.com/dpserve/dpserve/internal/steptime"
 )
 
 // groupOf is a group whose ranks decode ten requests each.
@@ -274,4 +276,14 @@ func TestGroupRuleDecides(t *testing.T) {
 			}
 		})
 	}
+}
+
+func TestDecodeBalance(t *testing.T) {
+	t.Parallel()
+	rule := GroupRule{Law: steptime.Coefficients{ContextMS: 1}}
+	assert.InDelta(t, 1, rule.DecodeBalance(nil), 0)
+	assert.InDelta(t, 1, rule.DecodeBalance(groupOf(4)), 0)
+	ranks := groupOf(2)
+	ranks[0].Context, ranks[1].Context = 1000, 3000
+	assert.InDelta(t, 2./3, rule.DecodeBalance(ranks), 1e-9)
 }

@@ -83,7 +83,10 @@ func (g *groupQueue) state() []client.GroupQueue {
 		row(w.group).Waiting++
 	}
 	for group, l := range g.lines {
-		g.describeLine(row(group), l)
+		s := row(group)
+		if s.Owner == "" || s.Owner == g.ar.in.node || len(l.Waiting())+l.Released() > 0 {
+			g.describeLine(s, l)
+		} // else this ingress had the queue once
 	}
 	out := make([]client.GroupQueue, 0, len(rows))
 	for _, s := range rows {

@@ -242,6 +242,29 @@ index                        12345 blocks, 3.0 MiB of 512.0 MiB, 1 resyncs
 `, "\n"), cli.stdout())
 }
 
+// router show says what the queue of a lockstep group holds and why, or where the queue is.
+func TestRouterShowDescribesGroups(t *testing.T) {
+	cli := newCLI(t)
+	cli.cluster.router.info = client.Info{App: "demo", Policy: "cohorts", Groups: []client.GroupQueue{
+		{
+			IsHere: true, Held: 5, Why: "waits for 3 more or 180 ms", Open: 96, PaceMs: 37.24, Rate: 29.8, Ranks: 8,
+			DecodeBalance: .984, LastMinute: client.Cohorts{Count: 10, Requests: 81, Ranks: 78},
+		},
+		{Group: 1, IsHere: true, Ranks: 8, DecodeBalance: 1},
+		{Group: 2, Owner: "n2", Waiting: 4},
+	}}
+	require.Equal(t, 0, cli.run([]string{"router", "show", "demo"}))
+	_, rows, _ := strings.Cut(cli.stdout(), "group 0 queue")
+	assert.Equal(t, `    5 held, the oldest waits for 3 more or 180 ms; 96 in the group
+group 0 cohorts  10 in the last minute, of 8.1 requests, on 7.8 of 8 ranks
+group 0 pace     37.2 ms between tokens, decode balance 0.98, 29.8 requests/s
+group 1 queue    0 held; 0 in the group
+group 1 cohorts  none in the last minute
+group 1 pace     no tokens, decode balance 1.00, 0.0 requests/s
+group 2 queue    at node n2; 4 wait from here
+`, rows)
+}
+
 // router show prints the times that the Router expects, the number of samples and their error.
 func TestRouterShowDescribesTheTimeModel(t *testing.T) {
 	fast := client.WorkerSpeed{Worker: "0/0", Slow: 1, LagMs: 12}
