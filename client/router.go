@@ -331,7 +331,7 @@ type GroupQueue struct {
 	PaceMs        float64 `json:"pace_ms,omitempty"`        // mean time between tokens; 0 = not known
 	Rate          float64 `json:"rate"`                     // arrivals per second
 	Ranks         int     `json:"ranks"`                    // that serve
-	DecodeBalance float64 `json:"decode_balance,omitempty"` // mean decode time of the ranks over the slowest's
+	DecodeBalance float64 `json:"decode_balance,omitempty"` // mean decode time of the ranks over the longest
 	Cohorts       Cohorts `json:"cohorts"`                  // since the queue began
 	LastMinute    Cohorts `json:"last_minute"`
 }

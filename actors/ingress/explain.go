@@ -21,7 +21,7 @@ func explain(q *inquiry) *client.Explanation {
 	if q.split != nil {
 		explainPair(q, x)
 	}
-	x.Notes = append(x.Notes, q.app.router.groups.explain(&q.query)...)
+	x.Notes = append(x.Notes, explainHolding(&q.app.router.groups, &q.query)...)
 	return x
 }
 

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -274,4 +275,35 @@ func (g *groupQueue) observe(kind routing.EventKind, rank routing.RankID, key ui
 	if len(l.Waiting()) > 0 {
 		g.poke()
 	}
+}
+
+// state describes the queues.
+func (g *groupQueue) state() []client.GroupQueue {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	rows := map[int]*client.GroupQueue{}
+	row := func(group int) *client.GroupQueue {
+		if rows[group] == nil {
+			rows[group] = &client.GroupQueue{Group: group, Owner: g.owners[group]}
+		}
+		return rows[group]
+	}
+	for group := range g.owners {
+		row(group)
+	}
+	for _, w := range g.waits {
+		row(w.group).Waiting++
+	}
+	for group, l := range g.lines {
+		s := row(group)
+		if s.Owner == "" || s.Owner == g.ar.in.node || len(l.Waiting())+l.Released() > 0 {
+			describeLine(g, s, l)
+		} // else this ingress had the queue once
+	}
+	out := make([]client.GroupQueue, 0, len(rows))
+	for _, s := range rows {
+		out = append(out, *s)
+	}
+	slices.SortFunc(out, func(a, b client.GroupQueue) int { return a.Group - b.Group })
+	return out
 }

@@ -57,47 +57,8 @@ func (c *cohortLog) lastMinute(now time.Duration) (sum client.Cohorts) {
 	return sum
 }
 
-// GroupQueues describes the queues of an application's lockstep groups, in their order; nil if it has none.
-func (in *Ingress) GroupQueues(app string) []client.GroupQueue {
-	if ar := in.findAppRouter(app); ar != nil && ar.groups.rule.Load() != nil {
-		return ar.groups.state()
-	}
-	return nil
-}
-
-// state describes the queues.
-func (g *groupQueue) state() []client.GroupQueue {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	rows := map[int]*client.GroupQueue{}
-	row := func(group int) *client.GroupQueue {
-		if rows[group] == nil {
-			rows[group] = &client.GroupQueue{Group: group, Owner: g.owners[group]}
-		}
-		return rows[group]
-	}
-	for group := range g.owners {
-		row(group)
-	}
-	for _, w := range g.waits {
-		row(w.group).Waiting++
-	}
-	for group, l := range g.lines {
-		s := row(group)
-		if s.Owner == "" || s.Owner == g.ar.in.node || len(l.Waiting())+l.Released() > 0 {
-			g.describeLine(s, l)
-		} // else this ingress had the queue once
-	}
-	out := make([]client.GroupQueue, 0, len(rows))
-	for _, s := range rows {
-		out = append(out, *s)
-	}
-	slices.SortFunc(out, func(a, b client.GroupQueue) int { return a.Group - b.Group })
-	return out
-}
-
 // describeLine describes a queue that this ingress has.
-func (g *groupQueue) describeLine(s *client.GroupQueue, l *groupLine) {
+func describeLine(g *groupQueue, s *client.GroupQueue, l *groupLine) {
 	now := g.ar.in.clock()
 	g.rows = g.ar.router.Load().GroupRanks(s.Group, g.rows[:0])
 	s.IsHere, s.Held, s.Open, s.Ranks = true, len(l.Waiting()), l.Released(), len(g.rows)
@@ -113,9 +74,9 @@ func (g *groupQueue) describeLine(s *client.GroupQueue, l *groupLine) {
 	}
 }
 
-// explain says what the queue of a group would do with a request that arrived now, and the cohort that the
-// request would go with. It changes nothing.
-func (g *groupQueue) explain(q *routing.Request) []string {
+// explainHolding says what the queue of a group would do with a request that arrived now, and the cohort that
+// the request would go with. It changes nothing.
+func explainHolding(g *groupQueue, q *routing.Request) []string {
 	rule := g.rule.Load()
 	w := groupWait{tokens: q.Tokens, hits: q.Hits}
 	if rule == nil || q.HasDirect || len(q.Tried) > 0 ||
@@ -125,7 +86,8 @@ func (g *groupQueue) explain(q *routing.Request) []string {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if owner, known := g.owners[w.group]; known && owner != g.ar.in.node {
-		return []string{fmt.Sprintf("node %s has the queue of group %d: ask it for the cohort", owner, w.group)}
+		return []string{fmt.Sprintf("node %s has the queue of group %d: ask it for the cohort", owner,
+			w.group)}
 	}
 	line := routing.NewGroupLine(*rule)
 	if l := g.lines[w.group]; l != nil {
@@ -156,5 +118,6 @@ func describeCohort(look *routing.GroupLook, id uint64) string {
 	case i < 0:
 		return fmt.Sprintf("; %d others would go first", len(look.Releases))
 	}
-	return fmt.Sprintf("; it would go to rank %s, with %d others", look.Releases[i].Rank, len(look.Releases)-1)
+	return fmt.Sprintf("; it would go to rank %s, with %d others", look.Releases[i].Rank,
+		len(look.Releases)-1)
 }

@@ -63,15 +63,16 @@ func TestHeldRequestsAreShown(t *testing.T) {
 		q := seen[0].Groups[0]
 		assert.Equal(t, client.GroupQueue{
 			Group: 0, Owner: "n1", Waiting: 1, IsHere: true, Held: 2, Why: q.Why, Open: q.Open, PaceMs: 60,
-			Rate: q.Rate, Ranks: 4, DecodeBalance: q.DecodeBalance, Cohorts: q.Cohorts, LastMinute: q.LastMinute,
+			Rate: q.Rate, Ranks: 4, DecodeBalance: q.DecodeBalance, Cohorts: q.Cohorts,
+			LastMinute: q.LastMinute,
 		}, q)
 		assert.Regexp(t, `^waits for 2 more or 4\d\d ms$`, q.Why)
 		assert.InDelta(t, 97, q.Open, 4)
 		assert.Greater(t, q.DecodeBalance, .9)
 		assert.Equal(t, q.Cohorts, q.LastMinute)
 		assert.Equal(t, q.Cohorts.Requests, q.Cohorts.Ranks, "no cohort had two prompts for a rank")
-		assert.Regexp(t, `^the queue of group 0 would hold it: the oldest of 3 waits for 1 more or 4\d\d ms; `+
-			`it would go to rank 0/\d, with 2 others$`, notes[0][len(notes[0])-1])
+		assert.Regexp(t, `^the queue of group 0 would hold it: the oldest of 3 waits for 1 more or `+
+			`4\d\d ms; it would go to rank 0/\d, with 2 others$`, notes[0][len(notes[0])-1])
 		assert.Equal(t, []client.GroupQueue{{Group: 0, Owner: "n1", Waiting: 1}}, seen[1].Groups)
 		assert.Contains(t, notes[1], "node n1 has the queue of group 0: ask it for the cohort")
 	})

@@ -30,6 +30,14 @@ func (in *Ingress) RouterInfo(app string) (client.Info, error) {
 	return out, nil
 }
 
+// GroupQueues describes the queues of an application's lockstep groups, in their order; nil if it has none.
+func (in *Ingress) GroupQueues(app string) []client.GroupQueue {
+	if ar := in.findAppRouter(app); ar != nil && ar.groups.rule.Load() != nil {
+		return ar.groups.state()
+	}
+	return nil
+}
+
 // routerInfo describes a Router.
 func routerInfo(ar *appRouter, router *routing.Router) client.Info {
 	in, a, view := ar.in, ar.revision.Load().app, router.Snapshot()

@@ -2,6 +2,7 @@ package main
 
 import (
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -22,6 +23,7 @@ var pageRuns = map[string]func(*testing.T, []block){
 	"README.md":              runREADME,
 	"docs/api.md":            runAPIPage,
 	"docs/cluster.md":        runClusterPage,
+	"docs/lockstep.md":       runLockstepPage,
 	"docs/operations.md":     runOperationsPage,
 	"docs/prefill-decode.md": runPairsPage,
 	"docs/router.md":         runRouterPage,
@@ -280,4 +282,29 @@ func TestGoOfThePages(t *testing.T) {
 			}
 		}
 	}
+}
+
+// runLockstepPage runs the example of docs/lockstep.md for a second: both policies answer the load, and the
+// node that the script starts ends with it.
+func runLockstepPage(t *testing.T, blocks []block) {
+	t.Helper()
+	if _, err := exec.LookPath("awk"); err != nil {
+		t.Skip("awk is not installed")
+	}
+	require.Len(t, blocks, 1)
+	commands := blocks[0].commands()
+	require.Len(t, commands, 1)
+	temp := t.TempDir()
+	out, talk := runLine(t, repository, commands[0].text, "DPSERVE="+asDpserve(t), "TMPDIR="+temp,
+		"PORTS="+enginePorts(t, "127.0.0.1"), "RATE=20", "DURATION=1s", "WARMUP=0s")
+	assert.Equal(t, "lmetric-1: 1,024 tokens in, 64 out, 20 requests/s for 1s\n"+
+		"cohorts: 1,024 tokens in, 64 out, 20 requests/s for 1s\n", talk)
+	number := regexp.MustCompile(`\d+\.\d+`)
+	columns := regexp.MustCompile(`  +`)
+	shown := columns.ReplaceAllString(number.ReplaceAllString(strings.TrimSpace(out), "N"), " ")
+	page := readPage(t, blocks[0].page)
+	assert.Contains(t, columns.ReplaceAllString(number.ReplaceAllString(page, "N"), " "), shown)
+	left, err := os.ReadDir(temp)
+	require.NoError(t, err)
+	assert.Empty(t, left, "the script leaves files behind")
 }

@@ -247,8 +247,8 @@ func TestRouterShowDescribesGroups(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.router.info = client.Info{App: "demo", Policy: "cohorts", Groups: []client.GroupQueue{
 		{
-			IsHere: true, Held: 5, Why: "waits for 3 more or 180 ms", Open: 96, PaceMs: 37.24, Rate: 29.8, Ranks: 8,
-			DecodeBalance: .984, LastMinute: client.Cohorts{Count: 10, Requests: 81, Ranks: 78},
+			IsHere: true, Held: 5, Why: "waits for 3 more or 180 ms", Open: 96, PaceMs: 37.24, Rate: 29.8,
+			Ranks: 8, DecodeBalance: .984, LastMinute: client.Cohorts{Count: 10, Requests: 81, Ranks: 78},
 		},
 		{Group: 1, IsHere: true, Ranks: 8, DecodeBalance: 1},
 		{Group: 2, Owner: "n2", Waiting: 4},

@@ -33,7 +33,8 @@ func newRouterShow(e *env) *cobra.Command {
 		Use:   "show APP [flags]",
 		Short: "policy, parameters, prompt identity, index",
 		Long: "show describes the Router of an application: what it decides by, what it reads, and how " +
-			"much it knows.",
+			"much it knows.\nOf lockstep groups it shows the queue: what is held and why, the cohorts of " +
+			"the last minute and the\nranks that got prompts, and the gap between tokens (docs/lockstep.md).",
 		Example: "  dpserve router show demo",
 		Args:    requireArgs(1, "APP"),
 	}

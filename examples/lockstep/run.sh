@@ -4,7 +4,7 @@
 # half, and ends all that it started.
 #
 #   examples/lockstep/run.sh    DPSERVE=PATH takes another binary than bin/dpserve
-#                               RATE=30 requests per second for DURATION=30s, after 5 s that do not count
+#                               RATE=30 requests per second for DURATION=30s, after WARMUP=5s that do not count
 #                               PORTS=LO-HI: the engines get other ports than 20000-29999
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
@@ -29,7 +29,7 @@ fi
   --port-range "${PORTS:-20000-29999}" --log-level warn >"$work/node.out" 2>"$work/node.log" &
 node=$!
 i=0
-until grep -q '^admin' "$work/node.out"; do
+until grep -q "^admin" "$work/node.out" 2>/dev/null; do
   i=$((i + 1))
   if [ $i -gt 300 ]; then
     cat "$work/node.log" >&2
@@ -45,7 +45,7 @@ measure() {
   echo "$1: 1,024 tokens in, 64 out, ${RATE:-30} requests/s for ${DURATION:-30s}" >&2
   "$DPSERVE" deploy "$here/$2" >"$work/deploy" 2>&1 || { cat "$work/deploy" >&2; exit 1; }
   "$DPSERVE" bench --route completions --prompt-tokens 1024 --max-tokens 64 --ignore-eos --rate "${RATE:-30}" \
-    --warmup 5s --duration "${DURATION:-30s}" --slo-tpot 100ms --seed "$3" >"$work/$1"
+    --warmup "${WARMUP:-5s}" --duration "${DURATION:-30s}" --slo-tpot 100ms --seed "$3" >"$work/$1"
 }
 measure lmetric-1 lmetric-1.yaml 1
 measure cohorts app.yaml 2

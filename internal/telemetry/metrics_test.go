@@ -75,7 +75,8 @@ func use(m *telemetry.Metrics) {
 	m.UnitPhase("demo", "demo/0", state.Starting, 1)
 	m.UnitPhase("demo", "demo/0", state.Ready, 2)
 	m.UnitRestart("demo", "demo/0")
-	m.ShowRanks([]telemetry.RankSample{{App: "demo", Group: 0, Rank: 3, InFlight: 5, Tripped: true}}, nil, nil)
+	m.ShowRanks([]telemetry.RankSample{{App: "demo", Group: 0, Rank: 3, InFlight: 5, Tripped: true}}, nil,
+		nil)
 	m.AppRanks("demo", 3, 4)
 	m.RequestRefused(telemetry.RouteOther, http.StatusNotFound)
 	m.RaftApply("node-1")(150 * time.Microsecond)
@@ -279,8 +280,8 @@ func TestSeriesGoWithTheirRank(t *testing.T) {
 	}, []telemetry.AppIndex{
 		{App: "demo", Blocks: 9, Bytes: 1024, Evicted: 4, Resyncs: 5},
 	}, []telemetry.GroupSample{{
-		App: "demo", Group: 1, Held: 3, Open: 60, PaceMs: 37.5, DecodeBalance: .98, Cohorts: 4, CohortRequests: 30,
-		OnRanks: 29,
+		App: "demo", Group: 1, Held: 3, Open: 60, PaceMs: 37.5, DecodeBalance: .98, Cohorts: 4,
+		CohortRequests: 30, OnRanks: 29,
 	}})
 	assert.Equal(t, []string{
 		`dpserve_group_cohort_ranks_total{app="demo",group="1"} 29`,

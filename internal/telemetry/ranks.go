@@ -176,8 +176,8 @@ func newAppDesc(name, help string, more ...string) *prometheus.Desc {
 		append([]string{labelApp}, more...), nil)
 }
 
-// ShowRanks replaces the samples of ranks, and of the ingress's indexes and queues of lockstep groups. Call it
-// before each scrape with all ranks of this node, all applications that have an index, and all such queues.
+// ShowRanks replaces the samples of ranks, and of the ingress's indexes and queues of lockstep groups. Call
+// it before each scrape with all ranks of this node, all applications that have an index, and those queues.
 func (m *Metrics) ShowRanks(ranks []RankSample, apps []AppIndex, groups []GroupSample) {
 	m.ranks.snapshot.Store(&rankSamples{ranks, apps, groups})
 }

@@ -98,11 +98,11 @@ type Group struct {
 	ExpertParallel   bool   // must be equal on all ranks
 	TensorParallel   int    // must be equal on all ranks
 	HandshakeTimeout time.Duration
-	Shared           steptime.Shared // what the ranks do together in a step
-	InternalLB       int             // ranks behind this one port (attach tests); 0 = this process is one rank
-	FirstRank        int             // number of the first of them: other ports have the ranks before it
+	InternalLB       int // ranks behind this one port (attach tests); 0 = this process is one rank
+	FirstRank        int // number of the first of them: other ports have the ranks before it
 	// requests name a rank of this port by its number; else by its place behind this port, from 0
 	GlobalIndex bool
+	Shared      steptime.Shared // what the ranks do together in a step
 }
 
 // Start is what happens while the engine starts, and at fixed times after it.

@@ -270,7 +270,8 @@ func (p *flagParser) applyLaw() error {
 	case p.law != lawExperts || m.Fixed:
 		return nil
 	case !m.Lockstep:
-		return fmt.Errorf("--sim-law %s is of lockstep groups: set coupling: lockstep, or leave sim_law out", p.law)
+		return fmt.Errorf("--sim-law %s is of lockstep groups: set coupling: lockstep, or leave sim_law out",
+			p.law)
 	}
 	m.Law, p.cfg.Shared = steptime.DeepSeek(p.cfg.DPSize)
 	return nil
