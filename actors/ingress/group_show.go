@@ -102,9 +102,9 @@ func explainHolding(g *groupQueue, q *routing.Request) []string {
 	if look.Held.Reason != routing.GroupIdle {
 		text = fmt.Sprintf("the queue of group %d would hold it: the oldest of %d %s", w.group,
 			len(line.Waiting())+1, look.Held)
-		if look.AskAt > now {
-			line.Preview(g.rows, look.AskAt, &look, own)
-		}
+		// a line without prompts that are computed: by then the last cohort has its first tokens
+		routing.NewGroupLine(*rule).Preview(g.rows, max(look.AskAt, now), &look,
+			append(slices.Clone(line.Waiting()), own)...)
 	}
 	return []string{text + describeCohort(&look, q.ID)}
 }
