@@ -154,8 +154,10 @@ func shapes() []shape {
 		},
 		{
 			"first token, 64 streams on used connections, 10 ms per chunk, closed loop",
-			load{req: payload(64, 32, 10*time.Millisecond, true, false), conns: 64,
-				stagger: 300 * time.Millisecond},
+			load{
+				req: payload(64, 32, 10*time.Millisecond, true, false), conns: 64,
+				stagger: 300 * time.Millisecond,
+			},
 			append(latency, column{"CPU us/chunk", perChunk}),
 		},
 		{"first token, 64 new connections at once", load{req: payload(64, 2, 20*time.Millisecond, true,
