@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -14,9 +15,33 @@ import (
 	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
+// lockedBuffer is written by the timer of a window too.
+type lockedBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *lockedBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *lockedBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
+}
+
+func (l *lockedBuffer) Reset() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.b.Reset()
+}
+
 func TestLimitLines(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var buf bytes.Buffer
+		var buf lockedBuffer
 		plain := slog.NewTextHandler(&buf, &slog.HandlerOptions{Level: slog.LevelDebug})
 		log := slog.New(telemetry.LimitLines(plain)).With(slog.String("room", "ingress"))
 		count := func(part string) int { return strings.Count(buf.String(), part) }
