@@ -66,7 +66,7 @@ func TestTheOwnerOfAGroupFails(t *testing.T) {
 					clean(t, own)
 				}
 				assert.Zero(t, clean(t, asks))
-				assert.Greater(t, len(asks), 300)
+				assert.Greater(t, len(asks), 150)
 				longest := time.Duration(0)
 				for _, a := range asks {
 					assert.Equal(t, "1", a.Attempts)
