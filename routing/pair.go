@@ -176,7 +176,7 @@ func (d *PairDecision) reset() {
 func (r *PairRule) Decide(in *PairInput, rnd *rand.Rand, d *PairDecision) {
 	d.reset()
 	for _, pool := range [...]*PairPool{&in.Decode, &in.Prefill} {
-		if choice := pool.Choice; choice.Kind != Route && (pool == &in.Decode || pool.isPinned()) {
+		if choice := pool.Choice; choice.Kind != Route && (pool == &in.Decode || pool.isNamed()) {
 			d.Kind, d.Reason = choice.Kind, choice.Reason
 			return
 		}
@@ -202,11 +202,16 @@ func (r *PairRule) Decide(in *PairInput, rnd *rand.Rand, d *PairDecision) {
 	}
 }
 
-// isPinned reports whether the caller named the pool's rank. Then no other rank of the pool will do.
+// isPinned reports whether the caller, or the queue of a lockstep group, named the pool's rank. Then no other
+// rank of the pool will do.
 func (p *PairPool) isPinned() bool {
 	_, isDirect := p.Policy.(Direct)
 	return p.Query.HasDirect && (isDirect || p.Query.Force)
 }
+
+// isNamed reports whether the caller named the rank: no rule decides against it. A queue only says which rank
+// of its group it would be.
+func (p *PairPool) isNamed() bool { return p.isPinned() && !p.Query.Released }
 
 // reasonToSkip is why the request stays on the decode rank whatever the prefill ranks have to do; "" if that
 // depends on them.
@@ -224,7 +229,7 @@ func (r *PairRule) reasonToSkip(in *PairInput, own *localCost) string {
 	switch choice := in.Prefill.Choice; {
 	case in.CannotSplit:
 		return PairCannotSplit
-	case in.Prefill.isPinned():
+	case in.Prefill.isNamed():
 		return ""
 	case byLength && uncached <= heldTokens:
 		return PairDecodeHolds
@@ -246,13 +251,13 @@ func (r *PairRule) reasonToSkip(in *PairInput, own *localCost) string {
 func (r *PairRule) decideByThreshold(m *pairModel, in *PairInput, d *PairDecision) {
 	if d.rows.nPrefills == 0 {
 		d.Reason = d.rows.reason(PairNoPrefill)
-		if in.Prefill.isPinned() {
+		if in.Prefill.isNamed() {
 			d.Kind, d.Reason = Reject, ReasonRankUnavailable
 		}
 		return
 	}
 	p := &d.rows.prefills[0]
-	asked := r.Decider == DecideAlways || in.Prefill.isPinned()
+	asked := r.Decider == DecideAlways || in.Prefill.isNamed()
 	switch {
 	case asked:
 	case r.Decider == DecidePrefillLoad && isAboveBusy(in.Prefill.View, p.rank):

@@ -133,7 +133,7 @@ type pairModel struct {
 func (r *PairRule) model(in *PairInput, local *Rank) pairModel {
 	m := pairModel{
 		prefill: in.Prefill.costs(), decode: in.Decode.costs(),
-		byCost: r.Decider == DecideMex && !in.Prefill.isPinned(), choice: pairRow{rank: local},
+		byCost: r.Decider == DecideMex && !in.Prefill.isNamed(), choice: pairRow{rank: local},
 	}
 	hit := int64(in.Decode.View.hitOn(in.Decode.Query, local.ID))
 	m.own.cost = m.decode.of(local, hit, &m.own.terms)

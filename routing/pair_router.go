@@ -19,6 +19,7 @@ type PairRouter struct {
 	counts map[string]uint64 // decisions by reason
 	in     PairInput         // of the decision at hand: kept here so that it is not allocated
 	p, d   Decision          // likewise
+	dry    PairDecision      // of WantsPrefill: likewise
 	alone  Request           // of PickPrefill and PickDecode: likewise
 	tried  []RankID          // likewise
 }
@@ -45,6 +46,33 @@ func (r *PairRouter) Pick(p, d *Request, cannotSplit bool, out *PairDecision) {
 	defer r.prefill.mu.Unlock()
 	r.decode.mu.Lock()
 	defer r.decode.mu.Unlock()
+	r.decide(p, d, cannotSplit, out)
+	r.counts[out.Reason]++
+	switch {
+	case out.Kind != Route:
+	case out.Remote:
+		r.prefill.dispatch(p, out.Prefill, r.prefill.view.hitOn(p, out.Prefill))
+		r.decode.dispatch(d, out.Decode, d.Tokens)
+	default:
+		r.decode.dispatch(d, out.Decode, r.decode.view.hitOn(d, out.Decode))
+	}
+}
+
+// WantsPrefill reports whether Pick would take a prefill rank now, or would if one had room. It counts
+// nothing, and changes d.Tried as Pick does.
+func (r *PairRouter) WantsPrefill(p, d *Request) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.prefill.mu.Lock()
+	defer r.prefill.mu.Unlock()
+	r.decode.mu.Lock()
+	defer r.decode.mu.Unlock()
+	r.decide(p, d, false, &r.dry)
+	return r.dry.Remote || r.dry.Reason == PairPrefillFull
+}
+
+// decide decides. The caller holds all locks.
+func (r *PairRouter) decide(p, d *Request, cannotSplit bool, out *PairDecision) {
 	r.prefill.choose(p, &r.p)
 	for {
 		r.decode.choose(d, &r.d)
@@ -57,18 +85,9 @@ func (r *PairRouter) Pick(p, d *Request, cannotSplit bool, out *PairDecision) {
 		r.rule.Decide(&r.in, r.rand, out)
 		r.in = PairInput{}
 		if !r.rule.leavesOut(d, out) {
-			break
+			return
 		}
 		d.Tried = append(d.Tried, out.Decode)
-	}
-	r.counts[out.Reason]++
-	switch {
-	case out.Kind != Route:
-	case out.Remote:
-		r.prefill.dispatch(p, out.Prefill, r.prefill.view.hitOn(p, out.Prefill))
-		r.decode.dispatch(d, out.Decode, d.Tokens)
-	default:
-		r.decode.dispatch(d, out.Decode, r.decode.view.hitOn(d, out.Decode))
 	}
 }
 

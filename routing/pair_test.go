@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -356,6 +357,10 @@ func TestPairReasons(t *testing.T) {
 			}
 		}
 	}
+	released := func(c *pairCase) { // a rank that no policy would take
+		c.pq.HasDirect, c.pq.Force, c.pq.Released, c.pq.Direct, c.pp = true, true, true, ID(0, 1), Direct{}
+		c.p.Ranks[1].Load = Load{R: 1, K: 1000}
+	}
 	for _, x := range []struct {
 		name, decide string
 		tokens       int
@@ -420,9 +425,20 @@ func TestPairReasons(t *testing.T) {
 		{"a named prefill rank that is not there", "isl", 20_000, func(c *pairCase) {
 			c.pq.HasDirect, c.pq.Direct, c.pp = true, ID(0, 7), Direct{}
 		}, ReasonUnknownRank},
+		{"a queue names a prefill rank", "isl", 20_000, released, PairLongPrefill},
+		{"a queue names one, by cost", "mex", 20_000, released, PairRemoteCheaper},
+		{"a queue names one for a short prompt", "isl", 100, released, PairDecodeHolds},
+		{"a queue names one that has met none", "mex", 20_000, func(c *pairCase) {
+			released(c)
+			c.table = NewPairTable(true)
+			c.table.SetMet(RefOf(&c.p.Ranks[0]), RefOf(&c.d.Ranks[3]))
+		}, PairNotPrewarmed},
 	} {
 		t.Run(x.name, func(t *testing.T) {
 			d := decidePair(t, x.decide, x.tokens, x.change)
+			if d.Remote && strings.HasPrefix(x.name, "a queue names") {
+				assert.Equal(t, ID(0, 1), d.Prefill)
+			}
 			assert.Equal(t, x.want, d.Reason)
 			assert.Equal(t, slices.Contains([]string{
 				PairLongPrefill, PairPrefillHasRoom, PairAlways, PairRemoteCheaper,

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -36,7 +37,8 @@ func ingressNodes(st *state.State) []string {
 	return out
 }
 
-// homes are the nodes of the groups that serve, and whether another group may come to serve.
+// homes are the nodes of the groups that serve, and whether requests may wait for another group. Those of a
+// prefill pool do not: a decode rank can compute the prompt.
 func (g *groupQueue) homes() (homes map[int]string, mayCome bool) {
 	ar := g.ar
 	ar.mu.Lock()
@@ -50,6 +52,9 @@ func (g *groupQueue) homes() (homes map[int]string, mayCome bool) {
 	homes = make(map[int]string, len(first))
 	for group, r := range first {
 		homes[group] = r.Node
+	}
+	if spec := ar.revision.Load(); spec != nil && spec.app.Pool == app.PoolPrefill {
+		return homes, false
 	}
 	return homes, !ar.closed && (len(ar.suspectedNodes) > 0 || ar.comingUnits() > 0 && !ar.isDown())
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"time"
 
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -39,70 +40,97 @@ type groupAnswer struct {
 // heldRequest is a request in the queue of a lockstep group, or released from there.
 type heldRequest struct{ *request }
 
+// poolWait is a request before the groups of a pool, which reads its prompt in its own way.
+type poolWait struct {
+	*request
+	pool   *appRouter
+	wait   *groupWait
+	prompt *prompt
+	query  *routing.Request
+}
+
+// poolWait is the wait for the only pool, or for the decode pool.
+func (req heldRequest) poolWait() poolWait {
+	return poolWait{req.request, req.app.router, &req.held, &req.prompt, &req.query}
+}
+
 // isWanted reports whether the request is one that groups hold: it searches for the first time, for any
 // rank. A reservation does not wait.
-func (req heldRequest) isWanted() bool {
-	return req.picks == 1 && req.hold == nil && req.why == nil &&
-		req.app.router.groups.rule.Load() != nil && req.route.Generates() &&
-		search(req).restriction() == unrestricted
+func (req poolWait) isWanted() bool {
+	return req.picks == 1 && req.hold == nil && req.why == nil && !req.prompt.hasDirect &&
+		req.pool.groups.rule.Load() != nil && req.route.Generates() &&
+		search{req.request}.restriction() == unrestricted
 }
 
 // pick waits until the owner of a group's queue names a rank, and takes it. isHeld is false if no
 // group can hold the request.
 func (req heldRequest) pick(ctx context.Context, decide chooser) (rk *rank, hasWaited, isHeld bool) {
-	ar, w, began := req.app.router, &req.held, time.Now()
-	if full := ar.queue.hold(req.waiter, search(req).queueBounds()); full != "" {
-		req.failure = search(req).queueFull(full)
-		return nil, true, true
+	isTaken, isHeld := req.poolWait().await(ctx, func(id routing.RankID) bool {
+		rk = req.take(id, decide)
+		return rk != nil
+	})
+	return rk, isHeld && !isTaken, isHeld
+}
+
+// await waits until the owner of a group's queue names a rank, and take has taken it. Without a rank,
+// req.failure says why; isHeld is false if no group can hold the request.
+func (req poolWait) await(ctx context.Context, take func(routing.RankID) bool) (isTaken, isHeld bool) {
+	ar, w, began, find := req.pool, req.wait, time.Now(), search{req.request}
+	if full := ar.queue.hold(req.waiter, find.queueBounds()); full != "" {
+		req.failure = find.queueFull(full)
+		return false, true
 	}
 	defer ar.queue.unhold(req.waiter)
 	if !req.join() {
-		return nil, false, false
+		return false, false
 	}
 	defer func() {
 		ar.groups.leave(w)
 		ar.metrics.Load().QueueWait(time.Since(began))
 	}()
-	req.queueDeadline = began.Add(req.app.queue)
+	if req.queueDeadline.IsZero() {
+		req.queueDeadline = began.Add(req.app.queue)
+	}
 	renewal := firstRenewal
-	timer := time.NewTimer(min(renewal, req.app.queue))
+	timer := time.NewTimer(min(renewal, time.Until(req.queueDeadline)))
 	defer timer.Stop()
 	for returns := 0; ; {
 		select {
 		case a := <-w.answered:
 			if a.isNobody || returns > maxGroupReturns {
-				return nil, false, false
+				return false, false
 			}
-			if rk = req.take(a.rank, decide); rk != nil {
-				return rk, false, true
+			if take(a.rank) {
+				return true, true
 			}
 			returns++
 			ar.groups.putBack(w)
 		case <-timer.C:
 			left := time.Until(req.queueDeadline)
 			if left <= 0 {
-				req.failure = search(req).queueTimeout()
-				return nil, true, true
+				req.failure = find.queueTimeout()
+				return false, true
 			}
 			renewal *= 2
 			timer.Reset(min(renewal, left))
-			ar.describeRequest(&req.query, &req.prompt)
+			ar.describeRequest(req.query, req.prompt)
 			ar.groups.renew(w, req.query.Hits)
 		case <-ctx.Done():
 			req.failure = finalFailure(&result{cause: contextCause(ctx)})
-			return nil, true, true
+			return false, true
 		}
 	}
 }
 
 // join puts the request into the queue of a group. It returns false if no group serves and none is
-// coming, and if every rank is above busy_threshold.
-func (req heldRequest) join() bool {
-	ar, w := req.app.router, &req.held
-	ar.describeRequest(&req.query, &req.prompt)
-	app := ar.revision.Load().app
-	if app.Routing.BusyThreshold != nil {
-		if d, _ := ar.router.Load().Why(&req.query); d.Kind == routing.Reject {
+// coming, and if every rank is above busy_threshold. For a prefill rank that is coming nobody waits: a decode
+// rank can compute the prompt.
+func (req poolWait) join() bool {
+	ar, w := req.pool, req.wait
+	ar.describeRequest(req.query, req.prompt)
+	spec := ar.revision.Load().app
+	if spec.Routing.BusyThreshold != nil {
+		if d, _ := ar.router.Load().Why(req.query); d.Kind == routing.Reject {
 			return false
 		}
 	}
@@ -110,7 +138,8 @@ func (req heldRequest) join() bool {
 		id: req.in.requestID(), tokens: req.query.Tokens, hits: append(w.hits[:0], req.query.Hits...),
 		since: ar.in.clock(), client: max(clientOf(req.r), 1), answered: w.answered,
 	}
-	if !ar.groups.choose(w, app.NumGroups) && search(req).noRankInTime(req.app.queue) != nil {
+	if !ar.groups.choose(w, spec.NumGroups) &&
+		(spec.Pool == app.PoolPrefill || search{req.request}.noRankInTime(req.app.queue) != nil) {
 		return false
 	}
 	return ar.groups.join(w)

@@ -270,6 +270,53 @@ func (s *split) chooseDecode(ctx context.Context, cmd *dispatch.Command, ev *dis
 	ev.Kind, ev.Decode, ev.IsRemote = dispatch.EvPicked, rk.ref(), isRemote
 }
 
+// awaitPrefill waits in the queue of the prefill pool, if its groups hold requests and a prefill rank would
+// compute the prompt. The next decision takes the rank that the queue names, if that can be paired. It
+// returns false if req.failure is the answer.
+func (s *split) awaitPrefill(ctx context.Context) (goesOn bool) {
+	if !s.decides() {
+		return true
+	}
+	held := poolWait{s.req, s.pair.prefill, &s.held, &s.prompt, &s.query}
+	if !held.isWanted() || !s.req.app.router.queue.empty() || !s.wantsPrefill() {
+		return true
+	}
+	if s.held.answered == nil {
+		s.held.answered = make(chan groupAnswer, 1)
+	}
+	isTaken, isHeld := held.await(ctx, func(id routing.RankID) bool {
+		s.prompt.direct, s.prompt.hasDirect, s.prompt.isReleased = id, true, true
+		return true
+	})
+	return isTaken || !isHeld
+}
+
+// wantsPrefill reports whether the request is one for a prefill rank, now or when there is room.
+func (s *split) wantsPrefill() bool {
+	req := s.req
+	search{req}.excludeTried()
+	req.query.Tried = append(req.query.Tried, s.pair.plainOnly...)
+	s.pair.decode.describeRequest(&req.query, &req.prompt)
+	s.describePrefill(routing.RankRef{})
+	return s.pair.router.WantsPrefill(&s.query, &req.query)
+}
+
+// dropRelease gives back the prefill rank that the queue has named, if no decision has taken it: the next
+// decision is between all ranks.
+func (s *split) dropRelease() {
+	if s != nil && s.prompt.isReleased {
+		s.pair.prefill.groups.finish(&s.held, s.prompt.direct, 0, true)
+		s.takeRelease()
+	}
+}
+
+// takeRelease says that a decision has taken the rank of the release.
+func (s *split) takeRelease() {
+	if s.prompt.isReleased {
+		s.prompt.direct, s.prompt.hasDirect, s.prompt.isReleased = 0, false, false
+	}
+}
+
 // reserve asks for a ticket of the rank that was chosen.
 func (s *split) reserve(cmd *dispatch.Command) dispatch.Event {
 	ar, b := s.pair.pool(cmd.Side), s.takePending(cmd.Side)

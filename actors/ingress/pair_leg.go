@@ -24,6 +24,7 @@ type pairLeg struct {
 	pool    *appRouter
 	rank    *rank
 	tokens  int
+	reqID   uint64          // in the pool's Router
 	ctx     context.Context //nolint:containedctx // of the leg; life is that of its ticket
 	cancel  context.CancelCauseFunc
 	life    context.Context //nolint:containedctx // see ctx
@@ -52,7 +53,8 @@ type legRunner struct{ *split }
 
 // newLeg is a reservation that is asked for.
 func (s legRunner) newLeg(cmd *dispatch.Command, ar *appRouter, rk *rank, b bump) *pairLeg {
-	l := &pairLeg{side: cmd.Side, number: cmd.Number, pool: ar, rank: rk, life: s.ctx, end: func() {}}
+	l := &pairLeg{side: cmd.Side, number: cmd.Number, pool: ar, rank: rk, reqID: b.reqID}
+	l.life, l.end = s.ctx, func() {}
 	l.ctx, l.cancel = context.WithCancelCause(s.ctx)
 	switch h := s.req.hold; {
 	case h != nil:
@@ -128,6 +130,7 @@ func (s legRunner) returnLeg(l *pairLeg, cmd *dispatch.Command) {
 		}
 		d.TicketID, l.tracked.ticket.ID = id, 0
 		l.tracked.judge(d, cmd)
+		l.pool.groups.observe(routing.EvFinished, l.rank.ID, l.reqID, d.CompletionTokens)
 		l.rank.Mailbox.Send(d)
 	}
 	if l.isLeased {
@@ -285,6 +288,7 @@ func (s legRunner) prefillLeg(l *pairLeg, cmd *dispatch.Command) (res result, pa
 	}
 	a, failed := transfer.ReadPrefill(s.pair.transfer, &s.body, answer)
 	l.own.firstToken = time.Now()
+	l.pool.groups.observe(routing.EvFirstToken, l.rank.ID, l.reqID, 0)
 	l.pool.estimates.answers.note(s.req.scan.Model, l.rank.ref(), s.req.in.clock())
 	l.answer, l.answer.Params = a, nil
 	s.pair.metrics.Part("prefill", l.own.firstToken.Sub(l.started))

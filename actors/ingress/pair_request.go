@@ -32,6 +32,7 @@ type split struct {
 	rank   *rank                // the prefill rank that computed the prompt, or is to; nil: none
 	flight *pdproxy.Flight      // nil: a plain request
 	warm   *warmUp              // nil: a client's request
+	held   groupWait            // for a lockstep group of the prefill pool
 	trip
 }
 
@@ -161,8 +162,8 @@ func (s *split) release() {
 	m.blocks = nil // those of the decode pool's prompt, perhaps
 	body := s.body
 	body.Body = nil
-	tried := s.query.Tried[:0]
-	*s = split{body: body, choice: s.choice, alone: s.alone}
+	tried, held := s.query.Tried[:0], groupWait{answered: s.held.answered, hits: s.held.hits[:0]}
+	*s = split{body: body, choice: s.choice, alone: s.alone, held: held}
 	s.prompt.promptMemory, s.query.Tried = m, tried
 	in.pairs.requests.Put(s)
 }
@@ -196,6 +197,12 @@ func (s *split) decideUnlike(unlike [2]routing.RankRef) (rk *rank, f *failure, w
 		s.askRouter()
 		d := &s.choice
 		switch {
+		case s.prompt.isReleased && !d.Remote:
+			if d.Kind == routing.Route {
+				s.undoChoice()
+			}
+			s.dropRelease()
+			continue
 		case d.Kind != routing.Route && unlike[dispatch.Decode] != (routing.RankRef{}):
 			unlike[dispatch.Decode] = routing.RankRef{}
 			continue
@@ -229,6 +236,7 @@ func (s *split) decideUnlike(unlike [2]routing.RankRef) (rk *rank, f *failure, w
 			return nil, search{req}.pickFailure(), false
 		}
 		if rk, ok := s.takeChoice(); ok {
+			s.takeRelease()
 			if alone != dispatch.WayNone {
 				s.way = alone
 			}
@@ -245,6 +253,7 @@ func (s *split) decideUnlike(unlike [2]routing.RankRef) (rk *rank, f *failure, w
 			return rk, nil, false
 		}
 		s.undoChoice() // a rank is gone since the decision: the Router knows it when it is asked again
+		s.dropRelease()
 	}
 }
 
@@ -294,6 +303,9 @@ func (s *split) describePrefill(unlike routing.RankRef) {
 		s.query.Tried = append(s.query.Tried, unlike.ID)
 	}
 	s.query.ID, s.query.DrawsByID = search{s.req}.nextID(), s.req.query.DrawsByID
+	if s.prompt.isReleased {
+		s.query.ID = s.held.id
+	}
 	s.pair.prefill.describeRequest(&s.query, &s.prompt)
 }
 
@@ -342,8 +354,12 @@ func (s *split) undoChoice() {
 }
 
 func (s *split) undo(b *bump) {
-	if b.router != nil && s.req.why == nil {
-		s.req.in.observeUndo(b.router, b.id, b.reqID)
+	if b.router == nil || s.req.why != nil {
+		return
+	}
+	s.req.in.observeUndo(b.router, b.id, b.reqID)
+	if b.reqID == s.held.id {
+		s.pair.prefill.groups.finish(&s.held, b.id, 0, true)
 	}
 }
 

@@ -20,6 +20,7 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/test/memnet"
 )
 
 // pdEngine is an engine of a pool. It answers prefill legs with parameters, and all other requests with a
@@ -130,6 +131,7 @@ type pairOptions struct {
 	cold              bool // do not wait until all pairs have met
 	level             slog.Level
 	wrap              func(engine http.Handler) string // serves the engine, and returns its URL
+	network           *memnet.Network                  // of the ingress, in fake time; nil: the host's
 }
 
 func newPairRig(t *testing.T, o pairOptions) *pairRig {
@@ -163,8 +165,12 @@ func newPairRig(t *testing.T, o pairOptions) *pairRig {
 	for side, a := range specs {
 		for i := range [...]int{o.prefills, o.decodes}[side] {
 			e := &pdEngine{name: fmt.Sprintf("%s-%d", a.Pool, i)}
+			unit := fmt.Sprintf("%s/0/%d", a.Name, i)
+			if a.DataParallel.Coupling == app.Lockstep {
+				unit = a.Name + "/0"
+			}
 			r := &replica{
-				feed: g.feed, app: a.Name, unit: fmt.Sprintf("%s/0/%d", a.Name, i), id: routing.ID(0, i),
+				feed: g.feed, app: a.Name, unit: unit, id: routing.ID(0, i),
 				url: o.wrap(e), max: o.max, owned: true, address: o.address, stopped: make(chan struct{}),
 				epoch: 1, incarnation: uint64(1000 + 100*side + i), accepting: true,
 				open: map[uint64]msg.Admit{},
@@ -192,10 +198,21 @@ func newPairRig(t *testing.T, o pairOptions) *pairRig {
 		g.port = newDataPort(t, g.feed, nil, o.timers.Admit)
 		c.Remote = g.port.client
 	}
+	if o.network != nil {
+		c.Dial = o.network.DialContext
+	}
 	in, err := New(c)
 	require.NoError(t, err)
 	g.in = in
-	g.url, g.client = serveRig(t, in, g.atRest)
+	if o.network != nil {
+		l, err := o.network.Listen("n1:80")
+		require.NoError(t, err)
+		require.NoError(t, in.Attach(l))
+		go func() { _ = in.Serve() }()
+		g.url, g.client = "http://n1:80", &http.Client{Transport: &http.Transport{DialContext: c.Dial}}
+	} else {
+		g.url, g.client = serveRig(t, in, g.atRest)
+	}
 	if !o.cold {
 		g.awaitPairs(o.prefills * o.decodes)
 	}

@@ -46,7 +46,11 @@ func (req search) pickBy(ctx context.Context, pays bool, decide chooser) (rk *ra
 	req.picks++
 	req.hadTurn = req.picks > 1 // no later request may overtake it
 	ar, last := req.app.router, req.ends.takeUnpaid()
-	if held := heldRequest(req); held.isWanted() {
+	if !req.split.awaitPrefill(ctx) {
+		return nil, true
+	}
+	defer req.split.dropRelease()
+	if held := heldRequest(req); held.poolWait().isWanted() {
 		if rk, hasWaited, isHeld := held.pick(ctx, decide); isHeld {
 			return rk, hasWaited
 		}
@@ -77,6 +81,7 @@ func (req search) pickBy(ctx context.Context, pays bool, decide chooser) (rk *ra
 		budget = "drawn"
 	}
 	req.countRetry(last, budget) //nolint:contextcheck // the line is the request's
+	req.split.dropRelease()
 	return req.waitForRank(ctx, decide)
 }
 
