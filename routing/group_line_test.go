@@ -143,6 +143,9 @@ func TestGroupLineKeepsItsLaws(t *testing.T) {
 				}
 			}
 			m.now += time.Duration(rapid.IntRange(0, 700).Draw(t, "ms")) * time.Millisecond
+			if rapid.IntRange(0, 19).Draw(t, "jumps") == 0 { // the process or the machine was stopped
+				m.now += time.Hour
+			}
 			m.look()
 		}
 		for rounds := len(m.waiting) + 1; len(m.waiting) > 0; rounds-- {

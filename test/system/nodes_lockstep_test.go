@@ -12,20 +12,23 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// A lockstep group lies over two nodes; one of them is killed, then one is stopped: the group starts again as
-// a whole where there is room, and clients of the other nodes wait for it.
+// A lockstep group lies over two nodes. The node of its first rank is killed, then the next such node is
+// stopped (SIGSTOP): the group starts again as a whole where there is room, and clients of the other nodes wait
+// for it.
 func TestLockstepOverNodesLosesOne(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {
 		t.Skip("starts a group of engines more than once")
 	}
-	c := harness.StartMembers(t, harness.Each(4), harness.MemberSlots(4))
+	worker := []string{"--roles", "worker,ingress"}
+	c := harness.StartMembers(t, [][]string{{"--roles", "control,ingress"}, worker, worker, worker, worker},
+		harness.MemberSlots(4))
 	c.Expect(harness.NodeFails, harness.EngineFails, harness.StreamBreaks)
 	c.All[0].Want(simApp("wide", 8, "lockstep", "sim_step_ms: 10"))
 	for _, end := range []func(m *harness.Member){(*harness.Member).Kill, (*harness.Member).Freeze} {
 		st := c.Running("wide")
 		before := seats(&st)
-		victim := firstWithRanks(t, c, c.Leader())
+		victim := c.By(before["0/0"].Node) // whose ingress has the queue of the group
 		require.Len(t, on(before, victim.Name), 4)
 		load := harness.StartLoad(t, "wide", 4, 20, others(c, victim)...)
 		load.Reaches(20)
