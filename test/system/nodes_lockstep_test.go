@@ -13,8 +13,8 @@ import (
 )
 
 // A lockstep group lies over two nodes. The node of its first rank is killed, then the next such node is
-// stopped (SIGSTOP): the group starts again as a whole where there is room, and clients of the other nodes wait
-// for it.
+// stopped (SIGSTOP): the group starts again as a whole where there is room, and clients of the other nodes
+// wait for it.
 func TestLockstepOverNodesLosesOne(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {
