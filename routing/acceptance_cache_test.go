@@ -19,11 +19,7 @@ func tuned(t require.TestingT, name string) Policy {
 
 // workPolicies are those that weigh prefill work against caches, tuned.
 func workPolicies(t require.TestingT) []Policy {
-	return []Policy{
-		tuned(t, "kv"), tuned(t, "lmetric"), tuned(t, "lmetric-1"), tuned(t, "lpwl"),
-		tuned(t, "min-ttft"),
-		MinTTFT{Eta: true},
-	}
+	return []Policy{tuned(t, "kv"), tuned(t, "lmetric-1"), tuned(t, "lpwl"), tuned(t, "mex")}
 }
 
 // rt4 plays ranks of unit speed: a request occupies its rank for the prefill it could not reuse and a decode
@@ -82,20 +78,19 @@ func (s *rt4) arrive(id uint64, busy map[RankID]time.Duration) {
 }
 
 // RT4, in small: eight ranks and one shared system prompt at 70 % of the prefill that warm ranks can do. The
-// busiest gets at most 1.3 times the mean, and all are warm after 200 requests. Not so for scoring and sticky
-// (TestASharedSystemPromptPinsScoring), nor for the documented presets of prefix-aware and chwbl: a prompt
-// that is nearly all prefix outweighs any load there, which their projects say of themselves; docs/routing.md
-// repeats it.
+// busiest gets at most 1.3 times the mean, and all are warm after 200 requests. Not so for scoring
+// (TestASharedSystemPromptPinsScoring), nor for the documented preset of prefix-aware: a prompt that is nearly
+// all prefix outweighs any load there, which their projects say of themselves; docs/routing.md repeats it.
 func TestRT4SharedPromptSpreadsOverAllRanks(t *testing.T) {
 	const ranks, requests = 8, 2000
 	for _, p := range append(workPolicies(t), tuned(t, "cache-aware"), tuned(t, "prefix-aware"),
-		tuned(t, "least-kv"), tuned(t, "chwbl")) {
+		tuned(t, "least-kv")) {
 		t.Run(p.Name(), func(t *testing.T) {
 			s := &rt4{r: routerWith(p, ranks, 256), warm: map[RankID]bool{}, counts: map[RankID]int{}}
 			rnd, busy, warm := seeded(11), map[RankID]time.Duration{}, ranks
 			switch p.(type) {
 			// a cold rank is as far away as its prefill: seven warm ones never have that much in front
-			case LPWL, MinTTFT:
+			case LPWL:
 				warm = ranks - 1
 			}
 			mean := 256 * 50 * time.Microsecond * 10 / 7 / ranks
@@ -160,7 +155,7 @@ func TestRT6ColdPromptsGoToTheIdleRank(t *testing.T) {
 func TestRT7TurnLeavesWhenTheWaitExceedsThePrefillItSaves(t *testing.T) {
 	const hit, prompt = 8000, 10000
 	home := ID(0, 0)
-	for _, p := range []Policy{LPWL{}, MinTTFT{}} {
+	for _, p := range []Policy{LPWL{}} {
 		t.Run(p.Name(), func(t *testing.T) {
 			for _, queued := range []int{0, hit / 2, hit - 100, hit + 1200, 2 * hit} {
 				r := routerWith(p, 4, 256)
@@ -173,11 +168,7 @@ func TestRT7TurnLeavesWhenTheWaitExceedsThePrefillItSaves(t *testing.T) {
 		})
 	}
 	q := Request{ID: 2, Tokens: prompt, Hits: []Hit{{Rank: home, Tokens: hit}}}
-	for _, p := range append(workPolicies(t), tuned(t, "scoring"), tuned(t, "sticky"),
-		tuned(t, "cache-aware")) {
-		if p == (LMetric{}) {
-			continue // idle ranks all score 0
-		}
+	for _, p := range append(workPolicies(t), tuned(t, "scoring"), tuned(t, "cache-aware")) {
 		assert.Equal(t, home, pick(routerWith(p, 4, 256), q).Ranked[0],
 			"%s: nothing is in the way of staying", p.Name())
 	}
@@ -185,7 +176,7 @@ func TestRT7TurnLeavesWhenTheWaitExceedsThePrefillItSaves(t *testing.T) {
 
 // RT9: a 100k-token prompt prefills on rank 0; ten short ones arrive; none goes there.
 func TestRT9ShortPromptsKeepAwayFromALongPrefill(t *testing.T) {
-	for _, p := range append(workPolicies(t), tuned(t, "least-kv"), tuned(t, "scoring"), tuned(t, "sticky"),
+	for _, p := range append(workPolicies(t), tuned(t, "least-kv"), tuned(t, "scoring"),
 		KV{Weight: 1}) {
 		t.Run(p.Name(), func(t *testing.T) {
 			r := routerWith(p, 4, 256)
@@ -326,7 +317,7 @@ func TestRT13AddedLoadNeverImprovesAScore(t *testing.T) {
 	rnd := seeded(5)
 	for _, p := range allPolicies(t) {
 		switch p.(type) {
-		case LeastLoaded, LeastKV, Scoring, KV, LMetric, LPWL, MinTTFT, Sticky:
+		case LeastLoaded, LeastKV, Scoring, KV, LMetric, LPWL, Mex:
 		default:
 			continue // staged: the queue decides only among the preferred ranks
 		}
@@ -368,8 +359,8 @@ func scoresOf(_ Policy, r *Router, q *Request) map[RankID]float64 {
 func TestRT14ShortPromptsSplitEvenly(t *testing.T) {
 	for _, p := range allPolicies(t) {
 		switch kv := p.(type) {
-		case Direct, Random, CHWBL, SessionAffinity:
-			continue // they do not look at load, or at a bound of it only
+		case Direct, Random:
+			continue // they do not look at load
 		case KV:
 			if kv.Temperature > 0 {
 				continue

@@ -208,8 +208,7 @@ func (a *account) expire(rk *Rank, seq uint64) (freed bool) {
 func (a *account) reset(rk *Rank, snapshot []Open, seq uint64, same bool) {
 	old, log := a.opens, a.log
 	a.opens, a.log = opens{}, nil
-	a.tickets, a.lastSeq, rk.Load, rk.Own, rk.Pairs, rk.Bumps, rk.Computed = 0, seq, Load{}, 0, 0, Bumps{},
-		Prompts{}
+	a.tickets, a.lastSeq, rk.Load, rk.Pairs, rk.Bumps, rk.Computed = 0, seq, Load{}, 0, Bumps{}, Prompts{}
 	rk.Failed = Load{}
 	a.queue.clear(same)
 	if a.pace = (decodePace{decode: a.pace.decode}); !same {
@@ -328,7 +327,6 @@ func (a *account) confirm(rk *Rank, o *open) {
 func (a *account) add(rk *Rank, o *open, sign int) {
 	rk.Load.add(o, sign)
 	if o.mine {
-		rk.Own += int32(sign) //nolint:gosec // 1 or -1
 		rk.Bumps.add(o, sign)
 	}
 	if o.hasPrefill() {

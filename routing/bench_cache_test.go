@@ -135,9 +135,8 @@ func BenchmarkTextTree(b *testing.B) {
 
 func BenchmarkPolicy(b *testing.B) {
 	for _, name := range []string{
-		"round-robin", "random", "power-of-two", "least-loaded", "lmetric", "kv",
-		"scoring", "lmetric-1", "lpwl", "min-ttft", "least-kv", "sticky", "cache-aware", "prefix-aware",
-		"chwbl", "session-affinity", "mex",
+		"round-robin", "random", "power-of-two", "least-loaded", "kv", "scoring", "lmetric-1",
+		"lpwl", "least-kv", "cache-aware", "prefix-aware", "session-affinity", "mex",
 	} {
 		p, err := New(name, PresetTuned, nil)
 		require.NoError(b, err)

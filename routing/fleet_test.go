@@ -333,14 +333,13 @@ func TestPrefillUtilisationIsThatOfAllIngresses(t *testing.T) {
 	turns := agentTurns(3, 0.3, time.Minute)
 	turns = slices.DeleteFunc(turns, func(turn fleetTurn) bool { return turn.at > time.Minute })
 	eta := func(r *Router) float64 {
-		d := r.Explain(&Request{ID: 1 << 40, Tokens: 1000})
-		require.Equal(t, "later_arrivals", d.Terms[2].Name)
-		return d.Terms[2].Weight
+		r.Explain(&Request{ID: 1 << 40, Tokens: 1000})
+		return r.state.(*traffic).later()
 	}
 	alone := 0.0
 	for _, k := range []int{1, 4, 16} {
 		// Records come at once, and requests go where they go with one Router.
-		f := newFleet(t, MinTTFT{Eta: true}, agentBlock, k, 0)
+		f := newFleet(t, newPolicy(t, "mex"), agentBlock, k, 0)
 		for i := range turns {
 			f.after(turns[i].at, func() {
 				f.jobs++
@@ -408,14 +407,10 @@ func TestSessionsKeepTheirRankBehindSeveralRouters(t *testing.T) {
 func TestAReturnedRankIsUsedWithinAMinute(t *testing.T) {
 	const dies, returns, end = 300 * time.Second, 420 * time.Second, 540 * time.Second
 	turns := agentTurns(12, 1, end)
-	eta, sticky, spills := MinTTFT{Eta: true}, newPolicy(t, "sticky"), tuned(t, "sticky")
-	for _, c := range []struct {
-		policy  Policy
-		routers int
-	}{{MinTTFT{}, 1}, {eta, 1}, {eta, 4}, {sticky, 1}, {spills, 1}, {spills, 4}} {
-		t.Run(fmt.Sprintf("%+v, %d", c.policy, c.routers), func(t *testing.T) {
+	for _, routers := range []int{1, 4} {
+		t.Run(fmt.Sprint(routers), func(t *testing.T) {
 			t.Parallel()
-			f := newFleet(t, c.policy, agentBlock, c.routers, 100*time.Millisecond)
+			f := newFleet(t, newPolicy(t, "mex"), agentBlock, routers, 100*time.Millisecond)
 			f.after(dies, func() { f.kill(3) })
 			f.after(returns, func() { f.start(3) })
 			f.play(turns)
@@ -431,7 +426,7 @@ func TestAReturnedRankIsUsedWithinAMinute(t *testing.T) {
 }
 
 // A short question behind a system prompt of 2,048 tokens, 300 of them a second, cold caches: policies that
-// weigh work use all ranks, scoring and sticky keep to the ranks that were warm first, whatever waits there.
+// weigh work use all ranks, scoring keeps to the rank that was warm first, whatever waits there.
 // docs/routing.md has these numbers.
 func TestASharedSystemPromptPinsScoring(t *testing.T) {
 	const block, requests, perSecond = 256, 4000, 300
@@ -451,17 +446,14 @@ func TestASharedSystemPromptPinsScoring(t *testing.T) {
 	}
 	// the shortest queue among the ranks that have the prompt, ties drawn
 	limits := map[string]float64{namePrefixAware: 2}
-	pinned := map[string]bool{nameScoring: true, nameSticky: true}
+	pinned := map[string]bool{nameScoring: true}
 	for _, p := range []Policy{
-		LMetric{PlusOne: true},
 		LMetric{},
 		LPWL{},
+		newPolicy(t, "mex"),
 		tuned(t, "kv"),
-		MinTTFT{},
-		MinTTFT{Eta: true},
 		tuned(t, "cache-aware"),
-		tuned(t, "least-kv"), tuned(t, "prefix-aware"), tuned(t, "chwbl"), newPolicy(t, "scoring"),
-		tuned(t, "sticky"),
+		tuned(t, "least-kv"), tuned(t, "prefix-aware"), newPolicy(t, "scoring"),
 	} {
 		t.Run(fmt.Sprintf("%+v", p), func(t *testing.T) {
 			f := newFleet(t, p, block, 1, 20*time.Millisecond)
@@ -488,15 +480,12 @@ func BenchmarkAgentsBehindRouters(b *testing.B) {
 	const ms = time.Millisecond
 	for _, p := range []Policy{
 		newPolicy(b, "mex"),
-		LMetric{PlusOne: true},
+		LMetric{},
 		LPWL{},
-		tuned(b, "kv"),
-		MinTTFT{Eta: true},
-		tuned(b, "sticky"), newPolicy(b, "scoring"),
+		tuned(b, "kv"), newPolicy(b, "scoring"),
 		tuned(b, "cache-aware"), newPolicy(b, "cache-aware"), newPolicy(b, "prefix-aware"),
 		tuned(b, "prefix-aware"),
-		newPolicy(b, "session-affinity"), tuned(b, "session-affinity"), tuned(b, "chwbl"),
-		tuned(b, "least-loaded"),
+		newPolicy(b, "session-affinity"), newPolicy(b, "least-loaded"),
 	} {
 		for _, c := range []struct {
 			routers int

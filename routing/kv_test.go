@@ -5,7 +5,6 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/assert"
-	"github.com/stretchr/testify/require"
 )
 
 // The vector of the page: overlap 2, 5, 8 of 10 blocks, decode 10, 5, 9, weight 1 ⇒ 18, 10, 11.
@@ -15,7 +14,7 @@ func TestKVVectorOfThePage(t *testing.T) {
 	rk := &Rank{BlockSize: b}
 	for i, want := range []float64{18, 10, 11} {
 		overlap, decode := []int64{2, 5, 8}[i], []int64{10, 5, 9}[i]
-		assert.InDelta(t, want, total(pageTerms(q, rk, overlap*b, decode, 1)), 0)
+		assert.InDelta(t, want, total(kvTerms(q, rk, overlap*b, decode, 1)), 0)
 	}
 }
 
@@ -123,23 +122,4 @@ func TestKVTemperature(t *testing.T) {
 	for _, s := range got[:3] {
 		assert.InDelta(t, 1.0/3, s, 0.02)
 	}
-}
-
-// The newer form: credit for what is on the device, in host memory and on disk, and a price per request.
-func TestVariantKV2(t *testing.T) {
-	p, err := New("kv", "", map[string]any{"variant": "kv2", "overlap_decay": 1, "request_weight": 2})
-	require.NoError(t, err)
-	v := View{Ranks: []Rank{
-		{ID: ID(0, 0), Ready: true, MaxOngoing: 9, Load: Load{W: 1, Q: 160}},
-		{ID: ID(0, 1), Ready: true, MaxOngoing: 9, Load: Load{R: 1}},
-	}}
-	q := Request{Tokens: 160, Hits: []Hit{{Rank: ID(0, 0), Tokens: 80, Host: 32, Disk: 16}}}
-	d := Decision{Explain: true}
-	p.Decide(&q, &v, p.NewState(&v, seeded(1)), seeded(1), &d)
-	// rank 0: 10 queued + 10 own − (½·5 + ¾·2 + ¼·1) = 15.75; rank 1: 10.
-	assert.InDelta(t, 15.75, d.Terms[0].Value, 1e-12)
-	assert.InDelta(t, 10, d.Terms[3].Value, 1e-12)
-	assert.Equal(t, Term{Rank: ID(0, 1), Name: "open", Unit: "requests", Raw: 1, Weight: 2, Value: 2},
-		d.Terms[5])
-	assert.Equal(t, ID(0, 1), d.Ranked[0])
 }

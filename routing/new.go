@@ -24,12 +24,8 @@ const (
 	nameCacheAware      = "cache-aware"
 	namePrefixAware     = "prefix-aware"
 	nameKV              = "kv"
-	nameLMetric         = "lmetric"
 	nameLMetric1        = "lmetric-1"
 	nameLPWL            = "lpwl"
-	nameMinTTFT         = "min-ttft"
-	nameSticky          = "sticky"
-	nameCHWBL           = "chwbl"
 	nameSessionAffinity = "session-affinity"
 	nameMex             = "mex"
 	nameCohorts         = "cohorts"
@@ -58,18 +54,14 @@ func policies() []entry {
 		{nameRandom, func(*params) Policy { return Random{} }},
 		{nameDirect, func(*params) Policy { return Direct{} }},
 		{namePowerOfTwo, newPowerOfTwo},
-		{nameLeastLoaded, newLeastLoaded},
+		{nameLeastLoaded, func(*params) Policy { return LeastLoaded{} }},
 		{nameLeastKV, func(*params) Policy { return LeastKV{} }},
 		{nameScoring, newScoring},
 		{nameCacheAware, newCacheAware},
 		{namePrefixAware, newPrefixAware},
 		{nameKV, newKV},
-		{nameLMetric, func(*params) Policy { return LMetric{} }},
-		{nameLMetric1, func(*params) Policy { return LMetric{PlusOne: true} }},
+		{nameLMetric1, func(*params) Policy { return LMetric{} }},
 		{nameLPWL, func(*params) Policy { return LPWL{} }},
-		{nameMinTTFT, newMinTTFT},
-		{nameSticky, newSticky},
-		{nameCHWBL, newCHWBL},
 		{nameSessionAffinity, newSessionAffinity},
 		{nameMex, newMex},
 		{nameCohorts, newCohorts},
@@ -267,22 +259,18 @@ func (p *params) err(policy, preset string) error {
 		WithHint("%s", strings.Join(hints, "; ")).WithDetails(faults...)
 }
 
-// profile reads the scoring profile and refuses the removed name with the new one.
+// profile reads the scoring profile.
 func (p *params) profile() string {
 	x, given := p.value("profile")
 	if !given {
 		return profileBalanced
 	}
 	name, _ := x.(string)
-	switch {
-	case slices.Contains(profiles(), name):
+	if slices.Contains(profiles(), name) {
 		return name
-	case name == removedProfile:
-		p.fault("profile 'prefix-aware' was removed; use 'locality'", "write profile: locality")
-	default:
-		p.fault(fmt.Sprintf("params.profile: found %v, wanted %s", x, strings.Join(profiles(), " or ")),
-			didYouMean(name, profiles(), "profiles"))
 	}
+	p.fault(fmt.Sprintf("params.profile: found %v, wanted %s", x, strings.Join(profiles(), " or ")),
+		didYouMean(name, profiles(), "profiles"))
 	return ""
 }
 
@@ -293,24 +281,6 @@ func (p *params) refuseProfile() {
 			"profile", name),
 			"write policy: scoring, or drop profile")
 	}
-}
-
-func (p *params) cacheAwareDefaults(variant string) cacheAwareDefaults {
-	page := cacheAwareDefaults{
-		threshold: 0.5, abs: 32, rel: 1.0001, interval: 60, size: 16_777_216, sizeInNodes: true,
-		lowMatch: "smallest-tree", matches: "text", perRank: 3, perRequest: 6,
-	}
-	switch {
-	case variant == variantGateway:
-		return cacheAwareDefaults{
-			threshold: 0.3, abs: 64, rel: 1.5, interval: 120, size: 67_108_864, lowMatch: "least-pending",
-			matches: "kv",
-		}
-	case p.tuned:
-		page.threshold, page.rel, page.lowMatch, page.matches = 0.3, 1.1, "least-pending", "kv"
-		page.perRank, page.perRequest = 0, 0
-	}
-	return page
 }
 
 // seconds reads a span of time in seconds.

@@ -31,42 +31,19 @@ func TestNewReadsParameters(t *testing.T) {
 		params       map[string]any
 		want         Policy
 	}{
-		{
-			"least-loaded", "",
-			map[string]any{"variant": "kv", "clients": 4},
-			LeastLoaded{Variant: variantKV, Clients: 4},
-		},
 		{"round-robin", "", map[string]any{"profile": "balanced"}, RoundRobin{}},
 		{"scoring", "", nil, Scoring{Profile: profileBalanced}},
 		{
 			"scoring", "",
-			map[string]any{"profile": "load", "norm": "spread"},
-			Scoring{Profile: profileLoad, Spread: true},
+			map[string]any{"profile": "load"},
+			Scoring{Profile: profileLoad},
 		},
-		{"sticky", "", nil, Sticky{Threshold: 0.8, Spill: 286_704}},
-		{
-			"sticky", "tuned",
-			map[string]any{"by": "requests"},
-			Sticky{Threshold: 0.8, Spill: 65_536, Requests: true},
-		},
-		{"min-ttft", "", map[string]any{"eta": true}, MinTTFT{Eta: true}},
-		{"chwbl", "", nil, CHWBL{Factor: 1.25, Nodes: 256}},
-		{"chwbl", "tuned", nil, CHWBL{Factor: 3, Nodes: 256, Session: true}},
-		{
-			"chwbl", "",
-			map[string]any{"variant": "prefix-hash"},
-			CHWBL{Factor: 1.25, Nodes: 150, PrefixHash: true},
-		},
-		{"session-affinity", "", nil, SessionAffinity{Nodes: 100, Fallbacks: 2, TTL: 300 * time.Second}},
-		{
-			"session-affinity", "tuned", nil,
-			SessionAffinity{Nodes: 100, Fallbacks: 2, Table: true, TTL: 300 * time.Second},
-		},
-		{"kv", "", nil, KV{Variant: variantKV071, Weight: 1, PrefillWeight: 1, Credit: 1}},
+		{"session-affinity", "", nil, SessionAffinity{TTL: 300 * time.Second}},
+		{"kv", "", nil, KV{Weight: 1}},
 		{
 			"kv", "tuned",
 			map[string]any{"no_kv_events": true},
-			KV{Variant: variantKV071, Weight: 32, NoEvents: true, PrefillWeight: 1, Credit: 1},
+			KV{Weight: 32, NoEvents: true},
 		},
 		{"prefix-aware", "", nil, PrefixAware{
 			Imbalanced: math.Inf(1), MatchRate: 0.1, High: 400_000,
@@ -83,16 +60,11 @@ func TestNewReadsParameters(t *testing.T) {
 		},
 		{"cache-aware", "", nil, CacheAware{
 			Threshold: 0.5, Abs: 32, Rel: 1.0001, Interval: time.Minute, MaxTree: 16_777_216,
-			SizeInNodes:    true,
 			RetriesPerRank: 3, RetriesPerRequest: 6,
-		}},
-		{"cache-aware", "", map[string]any{"variant": "gateway"}, CacheAware{
-			Threshold: 0.3, Abs: 64, Rel: 1.5, LeastPending: true, KVMatches: true, Interval: 2 * time.Minute,
-			MaxTree: 67_108_864,
 		}},
 		{"cache-aware", "tuned", nil, CacheAware{
 			Threshold: 0.3, Abs: 32, Rel: 1.1, LeastPending: true, KVMatches: true, Interval: time.Minute,
-			MaxTree: 16_777_216, SizeInNodes: true,
+			MaxTree: 16_777_216,
 		}},
 	} {
 		got, err := New(tt.name, tt.preset, tt.params)
@@ -152,11 +124,9 @@ func TestNewRefuses(t *testing.T) {
 		},
 		{
 			"least-loaded", "",
-			map[string]any{"variant": "kvs", "clients": 0},
-			`routing policy least-loaded: params.variant: found kvs, wanted count or kv or tokens; ` +
-				`params.clients: found 0 (int), wanted a whole number from 1 to 1024`,
-			`did you mean "kv"? drop variant or write one of: count, kv, tokens; write clients as a ` +
-				`whole number from 1 to 1024`,
+			map[string]any{"variant": "kv"},
+			`routing policy least-loaded: params.variant: unknown parameter`,
+			`there are no parameters here; drop it`,
 		},
 		{
 			"round-robin", "",
@@ -167,16 +137,10 @@ func TestNewRefuses(t *testing.T) {
 		},
 		{
 			"scoring", "",
-			map[string]any{"profile": "prefix-aware"},
-			`routing policy scoring: profile 'prefix-aware' was removed; use 'locality'`,
-			`write profile: locality`,
-		},
-		{
-			"scoring", "",
 			map[string]any{"profile": "localty", "prefix_weight": 1},
 			`routing policy scoring: params.prefix_weight: unknown parameter; params.profile: found ` +
 				`localty, wanted balanced or locality or load`,
-			`parameters: profile, norm; did you mean "locality"? profiles: balanced, locality, load`,
+			`parameters: profile; did you mean "locality"? profiles: balanced, locality, load`,
 		},
 		{
 			"kv", "",
@@ -192,12 +156,6 @@ func TestNewRefuses(t *testing.T) {
 			`routing policy kv: params.router_temperature: found NaN (float64), wanted a number from 0 ` +
 				`to 1e+09`,
 			`write router_temperature as a number from 0 to 1e+09`,
-		},
-		{
-			"chwbl", "",
-			map[string]any{"load_factor": 0.5},
-			`routing policy chwbl: params.load_factor: found 0.5 (float64), wanted a number from 1 to 1e+09`,
-			`write load_factor as a number from 1 to 1e+09`,
 		},
 		{
 			"prefix-aware", "",

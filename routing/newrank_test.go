@@ -25,7 +25,7 @@ func newRankRouter(p Policy) *Router {
 }
 
 func creditPolicies(t *testing.T) []Policy {
-	return []Policy{MinTTFT{}, MinTTFT{Eta: true}, newPolicy(t, "sticky"), tuned(t, "sticky")}
+	return []Policy{newPolicy(t, "mex")}
 }
 
 // A new rank gets what has no home yet, until it has its share or has been there for a while; homes stay.
@@ -66,7 +66,7 @@ func TestANewRankGetsPromptsWithoutAHome(t *testing.T) {
 			assert.Equal(t, holder, ask(r, 102*time.Second, half), "it has as many requests as the others")
 
 			r = newRankRouter(p)
-			give(900, 1000)
+			give(900, 10_000)
 			assert.Equal(t, holder, ask(r, 101*time.Second, half), "what waits there counts in full")
 		})
 	}

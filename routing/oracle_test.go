@@ -32,23 +32,20 @@ type oracleBump struct {
 func hitOf(hit, tokens int) int { return max(0, min(hit, tokens-1)) }
 
 // load is the row's Load, its own requests and its pairs.
-func (o *oracleRank) load() (l Load, own int, pairs int64) {
+func (o *oracleRank) load() (l Load, pairs int64) {
 	waits := func(tokens, hit int) {
 		u := int64(tokens - hit)
 		l.W, l.Q, l.Kq = l.W+1, l.Q+u, l.Kq+int64(tokens)
 		pairs += u*u + 2*u*int64(hit)
 	}
 	for _, b := range o.bumps {
-		if own++; b.prefilled {
+		if b.prefilled {
 			l.R, l.K = l.R+1, l.K+int64(b.tokens)
 		} else {
 			waits(b.tokens, b.hit)
 		}
 	}
 	for _, a := range o.account {
-		if a.mine {
-			own++
-		}
 		if a.decoding {
 			l.R, l.K = l.R+1, l.K+int64(a.tokens+a.out)
 		} else {
@@ -57,7 +54,7 @@ func (o *oracleRank) load() (l Load, own int, pairs int64) {
 	}
 	l.F = min(l.W, 1) // the first of them is being computed
 	l.W -= l.F
-	return l, own, pairs
+	return l, pairs
 }
 
 // apply is what the Router must do; it reports whether the event was in time.
@@ -234,9 +231,8 @@ func checkRouter(t *rapid.T, r *Router, o *oracle) {
 	require.Len(t, v.Ranks, len(o.ranks))
 	for i := range v.Ranks {
 		want := o.ranks[v.Ranks[i].ID]
-		load, own, pairs := want.load()
+		load, pairs := want.load()
 		require.Equal(t, load, v.Ranks[i].Load)
-		require.Equal(t, int32(own), v.Ranks[i].Own)
 		require.Equal(t, pairs, v.Ranks[i].Pairs)
 		a := &r.accounts[i]
 		require.Equal(t, len(want.bumps)+len(want.account), a.opens.n)

@@ -29,7 +29,6 @@ type Needs struct {
 	Blocks  bool // Request.Blocks: chain hashes of the prompt, also of what no rank holds
 	Text    bool // Request.Text
 	Session bool // Request.Session
-	Usage   bool // Rank.Usage: the engines' own report of their KV cache
 
 	// Approximate: do not use the engines' KV events; a routed prompt's blocks count as cached on that rank
 	// for kvindex.DefaultRecord, renewed by each routing (kv with no_kv_events, policies with a text tree).
@@ -55,7 +54,7 @@ const (
 	ReasonUniform       = "uniform"        // random drew it
 	ReasonFewerOngoing  = "fewer_ongoing"  // the less busy of power-of-two's pair
 	ReasonOnlyCandidate = "only_candidate" // one rank was left to choose from
-	ReasonLowestScore   = "lowest_score"   // the minimum of a cost, as of least-loaded, kv, lmetric
+	ReasonLowestScore   = "lowest_score"   // the minimum of a cost, as of least-loaded, kv, lmetric-1
 	// ReasonNearTie: mex took the longest hit among costs that differ by less than what other ingresses may
 	// have sent unseen.
 	ReasonNearTie       = "near_tie"
@@ -77,12 +76,7 @@ const (
 	ReasonImbalanced = "imbalanced"
 	// ReasonFallbackPow2: prefix-aware without usable text or with uneven queues; the less busy of a pair.
 	ReasonFallbackPow2 = "fallback_pow2"
-	ReasonNoPrefix     = "no_prefix" // the prompt is too short to be cached; the shortest queue
-	ReasonWarm         = "warm"      // sticky kept to the ranks that hold most of the prompt
-	ReasonSpilled      = "spilled"   // sticky left the warm ranks, they are too far behind
-	ReasonRing         = "ring"      // the first rank on the hash ring that may take it
-	// ReasonRingFallback: the ring's rank and its fallbacks cannot take it; the shortest queue.
-	ReasonRingFallback = "ring_fallback"
+	ReasonNoPrefix     = "no_prefix"   // the prompt is too short to be cached; the shortest queue
 	ReasonSession      = "session"     // the rank that had this session last
 	ReasonNewSession   = "new_session" // no rank had this session lately; the shortest queue
 

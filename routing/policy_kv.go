@@ -5,73 +5,44 @@ import (
 	"math/rand/v2"
 )
 
-// The variants of KV.
-const (
-	// variantKV071 is the cost of Dynamo's KV cache routing page, v0.7.1. The empty variant is this one.
-	variantKV071 = "0.7.1"
-	// variantKV2 is its newer form.
-	variantKV2 = "kv2"
-)
-
 const (
 	// kvWeight and kvWeightTuned are overlap_score_weight. The documented 1, and anything up to 8, is far too
 	// low.
 	kvWeight, kvWeightTuned = 1, 32
 	// maxWeight bounds weights and temperatures, so that no cost overflows.
 	maxWeight = 1e9
-	// hostCredit and diskCredit: variant kv2, what a block in host memory and on disk is worth beside one on
-	// the device.
-	hostCredit, diskCredit = 0.75, 0.25
 )
 
-// KV is Dynamo's KV cache routing. The lowest cost wins, ties are drawn:
+// KV is Dynamo's KV cache routing (the page of v0.7.1). The lowest cost wins, ties are drawn:
 //
-//	0.7.1: Weight * prefill_blocks + decode_blocks
-//	kv2:   PrefillWeight * max(raw_prefill_blocks - credit, 0) + decode_blocks + RequestWeight * O
-//
-//	prefill_blocks     = (Q + L - hit) / b
-//	decode_blocks      = distinct prompt blocks of the rank's active sequences and of this request
-//	raw_prefill_blocks = (Q + L) / b
-//	credit             = Credit * decay * device + 0.75 * host + 0.25 * disk          blocks
-//	decay              = 1 / (1 + Decay * (queued prefill blocks above the least loaded) / request blocks)
+//	cost           = Weight * prefill_blocks + decode_blocks
+//	prefill_blocks = (Q + L - hit) / b
+//	decode_blocks  = distinct prompt blocks of the rank's active sequences and of this request
 //
 // Temperature T > 0 draws a rank with probability ∝ exp(-(c - min)/((max - min)·T)); all equal is uniform.
 // Per request, weight and temperature may be overridden (Request.Override).
 type KV struct {
-	Variant     string  // variantKV071 or variantKV2; empty is variantKV071
 	Weight      float64 // overlap_score_weight; 0 ignores caches, and no index is built
 	Temperature float64 // router_temperature, 0 = lowest cost
 	NoTrack     bool    // no_track_active_blocks: no decode term, for ranks that only prefill
 	NoEvents    bool    // no_kv_events: approximate mode
-
-	PrefillWeight float64 // kv2: P
-	Credit        float64 // kv2: C
-	Decay         float64 // kv2: δ
-	RequestWeight float64 // kv2: R_w
 }
 
 func newKV(p *params) Policy {
 	return KV{
-		Variant:       p.word("variant", variantKV071, variantKV071, variantKV2),
-		Weight:        p.number("overlap_score_weight", p.choose(kvWeight, kvWeightTuned), 0, maxWeight),
-		Temperature:   p.number("router_temperature", 0, 0, maxWeight),
-		NoTrack:       p.boolean("no_track_active_blocks", false),
-		NoEvents:      p.boolean("no_kv_events", false),
-		PrefillWeight: p.number("prefill_weight", 1, 0, maxWeight),
-		Credit:        p.number("overlap_credit", 1, 0, maxWeight),
-		Decay:         p.number("overlap_decay", 0, 0, maxWeight),
-		RequestWeight: p.number("request_weight", 0, 0, maxWeight),
+		Weight:      p.number("overlap_score_weight", p.choose(kvWeight, kvWeightTuned), 0, maxWeight),
+		Temperature: p.number("router_temperature", 0, 0, maxWeight),
+		NoTrack:     p.boolean("no_track_active_blocks", false),
+		NoEvents:    p.boolean("no_kv_events", false),
 	}
 }
 
 func (KV) Name() string { return nameKV }
 
 func (p KV) needs() Needs {
-	hits := p.newForm() || p.Weight > 0
+	hits := p.Weight > 0
 	return Needs{Hits: hits, Blocks: !p.NoTrack, Approximate: hits && p.NoEvents}
 }
-
-func (p KV) newForm() bool { return p.Variant == variantKV2 }
 
 func (p KV) NewState(v *View, _ *rand.Rand) State {
 	if p.NoTrack {
@@ -126,7 +97,7 @@ func (p KV) overridden(o *Override) KV {
 		return p
 	}
 	if o.HasOverlapScoreWeight {
-		p.Weight, p.Credit = o.OverlapScoreWeight, o.OverlapScoreWeight
+		p.Weight = o.OverlapScoreWeight
 	}
 	if o.HasRouterTemperature {
 		p.Temperature = o.RouterTemperature
@@ -134,19 +105,10 @@ func (p KV) overridden(o *Override) KV {
 	return p
 }
 
-// prepare: extra is the rank's decode_blocks; x[0] is the least queued prefill of all candidates in blocks
-// (kv2).
+// prepare: extra is the rank's decode_blocks.
 func (p KV) prepare(q *Request, v *View, s State, c *scratch) aggregate {
-	a := aggregate{why: ReasonLowestScore, x: [4]float64{math.Inf(1)}}
 	p.decodeBlocks(q, v, s, c)
-	if !p.newForm() {
-		return a
-	}
-	for _, i := range c.candidates {
-		rk := &v.Ranks[i]
-		a.x[0] = min(a.x[0], float64(rk.Load.Q)/float64(rk.blockSize(q)))
-	}
-	return a
+	return aggregate{why: ReasonLowestScore}
 }
 
 // decodeBlocks fills c.extra, aligned with the view.
@@ -166,60 +128,26 @@ func (p KV) decodeBlocks(q *Request, v *View, s State, c *scratch) {
 	}
 }
 
-func (p KV) summands(q *Request, rk *Rank, hit, extra int64, a *aggregate) sums {
-	if p.newForm() {
-		return p.newTerms(q, rk, hit, extra, a)
-	}
-	return pageTerms(q, rk, hit, extra, p.Weight)
+func (p KV) summands(q *Request, rk *Rank, hit, extra int64, _ *aggregate) sums {
+	return kvTerms(q, rk, hit, extra, p.Weight)
 }
 
-// pageTerms are the terms of the page.
-func pageTerms(q *Request, rk *Rank, hit, extra int64, weight float64) sums {
+func kvTerms(q *Request, rk *Rank, hit, extra int64, weight float64) sums {
 	return two(float64(rk.Load.Q+int64(q.Tokens)-hit)/float64(rk.blockSize(q)), weight, float64(extra), 1)
 }
 
-// newTerms are those of kv2.
-func (p *KV) newTerms(q *Request, rk *Rank, hit, extra int64, a *aggregate) sums {
-	b := float64(rk.blockSize(q))
-	queued := float64(rk.Load.Q) / b
-	blocks := max(1, float64(ceilDiv(int64(q.Tokens), int64(rk.blockSize(q)))))
-	decay := 1 / (1 + p.Decay*(queued-a.x[0])/blocks)
-	left := max(0, queued+float64(q.Tokens)/b-p.credit(q, rk, hit, decay))
-	return three(left, p.PrefillWeight, float64(extra), 1, float64(rk.ongoing()), p.RequestWeight)
-}
-
-// credit is what kv2 takes off a rank's prefill for what it holds, in blocks.
-func (p *KV) credit(q *Request, rk *Rank, hit int64, decay float64) float64 {
-	b := float64(rk.blockSize(q))
-	credit := float64(p.Credit*decay*float64(hit)) / b
-	if h := q.findHit(rk.ID); h != nil && hit > 0 {
-		credit += float64(hostCredit*float64(h.Host)) / b
-		credit += float64(diskCredit*float64(h.Disk)) / b
-	}
-	return credit
-}
-
 func (p KV) fill(q *Request, v *View, c *scratch) {
-	if !p.newForm() {
-		for k, i := range c.candidates {
-			c.scores[k] = total(pageTerms(q, &v.Ranks[i], c.hits[i], c.extra[i], p.Weight))
-		}
-		return
-	}
 	for k, i := range c.candidates {
-		c.scores[k] = total(p.summands(q, &v.Ranks[i], c.hits[i], c.extra[i], &c.all))
+		c.scores[k] = total(kvTerms(q, &v.Ranks[i], c.hits[i], c.extra[i], p.Weight))
 	}
 }
 
 func (p KV) labels(*aggregate) []label {
-	all := []label{{"prefill_blocks", "blocks"}, {"decode_blocks", "blocks"}, {"open", "requests"}}
-	if p.newForm() {
-		return all
-	}
+	all := []label{{"prefill_blocks", "blocks"}, {"decode_blocks", "blocks"}}
 	if p.NoTrack {
 		return all[:1]
 	}
-	return all[:2]
+	return all
 }
 
 // sample replaces the choice by a draw from the softmax over the costs, scaled to [0, 1].

@@ -135,38 +135,21 @@ func (p PrefixAware) prepare(q *Request, v *View, s State, c *scratch) aggregate
 
 func (PrefixAware) labels(a *aggregate) []label { return treeLabels(a) }
 
-// The variants of CacheAware.
-const (
-	// variantPage is SGLang's router page: what the name means.
-	variantPage = "page"
-	// variantGateway is the newer CLI's defaults.
-	variantGateway = "gateway"
-)
-
-// cacheAwareDefaults are one set of parameter values.
-type cacheAwareDefaults struct {
-	threshold, rel      float64
-	abs, interval, size int
-	lowMatch, matches   string
-	perRank, perRequest int
-	sizeInNodes         bool
-}
-
 // CacheAware is SGLang's cache-aware router:
 //
 //	imbalanced ⇔ max − min > Abs and max > Rel · min, on open requests per rank
 //	imbalanced ⇒ the shortest queue
 //	balanced   ⇒ match rate > Threshold: the ranks with the longest match, among them the shortest queue
-//	             else: the rank with the smallest tree (page), or the shortest queue (gateway, tuned)
+//	             else: the rank with the smallest tree, or the shortest queue (preset tuned)
 //
 // Matches are characters in the tree of the texts sent to each rank (textState), which does not see the
 // engines' evictions. With KVMatches and a look-up in the request they are cached tokens, and the tree is the
 // fallback. The prompt is inserted for the chosen rank, imbalanced or not; a removed rank leaves tree and
 // queues. Ties: shortest queue, then drawn. A prompt below one KV block goes to the shortest queue.
 //
-// Parameters: variant (page, gateway), cache_threshold, balance_abs_threshold, balance_rel_threshold,
-// eviction_interval_s, max_tree_size, low_match (smallest-tree, least-pending), matches (text, kv),
-// kv_usage_spread, kv_usage_ceiling, max_worker_retries, max_total_retries.
+// Parameters: cache_threshold, balance_abs_threshold, balance_rel_threshold, eviction_interval_s,
+// max_tree_size, low_match (smallest-tree, least-pending), matches (text, kv), max_worker_retries,
+// max_total_retries.
 type CacheAware struct {
 	staged
 	Threshold    float64 // 0 to 1
@@ -175,32 +158,29 @@ type CacheAware struct {
 	LeastPending bool // on a low match: shortest queue instead of smallest tree
 	KVMatches    bool
 
-	Interval    time.Duration // between evictions
-	MaxTree     int           // per rank: characters, or nodes
-	SizeInNodes bool
-
-	UsageSpread  float64 // also imbalanced if max − min KV usage is above it; 0 = off
-	UsageCeiling float64 // also imbalanced if some KV usage is above it; 0 = off
+	Interval time.Duration // between evictions
+	MaxTree  int           // nodes per rank
 
 	RetriesPerRank, RetriesPerRequest int // attempts; 0 = the application's
 }
 
 func newCacheAware(p *params) Policy {
-	def := p.cacheAwareDefaults(p.word("variant", variantPage, variantPage, variantGateway))
+	threshold, rel := p.choose(0.5, 0.3), p.choose(1.0001, 1.1)
+	lowMatch, matches, perRank, perRequest := "smallest-tree", "text", 3, 6
+	if p.tuned {
+		lowMatch, matches, perRank, perRequest = "least-pending", "kv", 0, 0
+	}
 	return CacheAware{
-		Threshold: p.number("cache_threshold", def.threshold, 0, 1),
-		Abs:       p.integer("balance_abs_threshold", def.abs, 0, math.MaxInt32),
-		Rel:       p.number("balance_rel_threshold", def.rel, 1, maxWeight),
-		Interval:  p.seconds("eviction_interval_s", float64(def.interval)),
-		MaxTree:   p.integer("max_tree_size", def.size, 1, math.MaxInt32),
-		LeastPending: p.word("low_match", def.lowMatch, "smallest-tree", "least-pending") ==
+		Threshold: p.number("cache_threshold", threshold, 0, 1),
+		Abs:       p.integer("balance_abs_threshold", 32, 0, math.MaxInt32),
+		Rel:       p.number("balance_rel_threshold", rel, 1, maxWeight),
+		Interval:  p.seconds("eviction_interval_s", 60),
+		MaxTree:   p.integer("max_tree_size", 16_777_216, 1, math.MaxInt32),
+		LeastPending: p.word("low_match", lowMatch, "smallest-tree", "least-pending") ==
 			"least-pending",
-		KVMatches:         p.word("matches", def.matches, "text", "kv") == "kv",
-		SizeInNodes:       def.sizeInNodes,
-		UsageSpread:       p.number("kv_usage_spread", 0, 0, 1),
-		UsageCeiling:      p.number("kv_usage_ceiling", 0, 0, 1),
-		RetriesPerRank:    p.integer("max_worker_retries", def.perRank, 1, maxRetries),
-		RetriesPerRequest: p.integer("max_total_retries", def.perRequest, 1, maxRetries),
+		KVMatches:         p.word("matches", matches, "text", "kv") == "kv",
+		RetriesPerRank:    p.integer("max_worker_retries", perRank, 1, maxRetries),
+		RetriesPerRequest: p.integer("max_total_retries", perRequest, 1, maxRetries),
 	}
 }
 
@@ -211,8 +191,7 @@ func (CacheAware) Name() string { return nameCacheAware }
 
 func (p CacheAware) needs() Needs {
 	n := needsText()
-	n.Usage, n.AttemptsPerRank, n.AttemptsPerRequest = p.UsageSpread > 0 || p.UsageCeiling > 0,
-		p.RetriesPerRank, p.RetriesPerRequest
+	n.AttemptsPerRank, n.AttemptsPerRequest = p.RetriesPerRank, p.RetriesPerRequest
 	if p.KVMatches {
 		n.Approximate = false
 	}
@@ -224,7 +203,7 @@ func (CacheAware) NewState(v *View, _ *rand.Rand) State { return newTextState(v)
 func (p CacheAware) Observe(s State, v *View, e *Event) {
 	if st, ok := s.(*textState); ok {
 		size := func(*View, RankID) int { return p.MaxTree }
-		st.observe(v, e, sweep{interval: p.Interval, high: size, low: size, nodes: p.SizeInNodes})
+		st.observe(v, e, sweep{interval: p.Interval, high: size, low: size, nodes: true})
 	}
 }
 
@@ -270,19 +249,7 @@ func (p CacheAware) longest(st *textState, q *Request, v *View, c *scratch) floa
 
 func (p CacheAware) imbalanced(q *Request, v *View) bool {
 	most, least := spreadOpen(q, v)
-	if most-least > p.Abs && float64(most) > p.Rel*float64(least) {
-		return true
-	}
-	if p.UsageSpread == 0 && p.UsageCeiling == 0 {
-		return false
-	}
-	high, low := 0.0, 1.0
-	for i := range v.Ranks {
-		if rk := &v.Ranks[i]; isEligible(q, rk) && !rk.Silent {
-			high, low = max(high, rk.Usage()), min(low, rk.Usage())
-		}
-	}
-	return p.UsageSpread > 0 && high-low > p.UsageSpread || p.UsageCeiling > 0 && high > p.UsageCeiling
+	return most-least > p.Abs && float64(most) > p.Rel*float64(least)
 }
 
 func (CacheAware) labels(a *aggregate) []label { return treeLabels(a) }

@@ -245,7 +245,7 @@ func (s *speed) slowness(usual float64) float64 {
 func readsWork(p Policy) bool {
 	switch p.(type) {
 	case RoundRobin, Random, Direct, PowerOfTwo, LeastLoaded, LeastKV, Scoring, CacheAware, PrefixAware,
-		CHWBL, SessionAffinity:
+		SessionAffinity:
 		return false
 	}
 	return true

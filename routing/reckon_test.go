@@ -261,9 +261,6 @@ func TestExplainShowsTheReckonedWork(t *testing.T) {
 func TestPoliciesThatDoNotReadWorkAreNamed(t *testing.T) {
 	for _, p := range allPolicies(t) {
 		t.Run(fmt.Sprintf("%+v", p), func(t *testing.T) {
-			if st, ok := p.(Sticky); ok && st.Requests {
-				t.Skip("it reads work where warm ranks have more than spill_tokens of it")
-			}
 			reads := false
 			rapid.Check(t, func(t *rapid.T) {
 				v := drawView(t)
@@ -285,7 +282,7 @@ func TestPoliciesThatDoNotReadWorkAreNamed(t *testing.T) {
 }
 
 func TestReckoningDoesNotAllocate(t *testing.T) {
-	c := newCacheCycle(LMetric{PlusOne: true}, 8)
+	c := newCacheCycle(LMetric{}, 8)
 	now := time.Duration(0)
 	step := func() {
 		now += time.Millisecond
@@ -303,7 +300,7 @@ func TestReckoningDoesNotAllocate(t *testing.T) {
 func BenchmarkReckon(b *testing.B) {
 	for _, ranks := range []int{8, 64, 1024} {
 		b.Run(fmt.Sprintf("ranks=%d", ranks), func(b *testing.B) {
-			r, now := newCacheCycle(LMetric{PlusOne: true}, ranks).r, time.Duration(0)
+			r, now := newCacheCycle(LMetric{}, ranks).r, time.Duration(0)
 			b.ReportAllocs()
 			for b.Loop() {
 				now += time.Microsecond

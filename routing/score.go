@@ -262,31 +262,27 @@ func start(s State, n int) int {
 // ceilDiv is a/b rounded up, for a ≥ 0 and b > 0.
 func ceilDiv(a, b int64) int64 { return (a + b - 1) / b }
 
-// min-ttft and sticky weigh a rank by the prefill that its cache spares, so a rank that starts with an empty
-// cache beside serving ranks loses every comparison: it gets no request, and its cache stays empty. For a
-// while such a rank counts as new: a prompt of which no rank holds most is scored as if the new rank held as
-// much as the rank with the longest match.
+// mex weighs a rank by the prefill that its cache spares, so a rank that starts with an empty cache next to
+// serving ranks loses every comparison: it gets no request, and its cache stays empty. For a while such a rank
+// counts as new: a prompt of which no rank holds most is scored as if the new rank held as much as the rank
+// with the longest match.
 const (
 	// newRankTime is how long a rank may count as new. A session of an agent lasts about as long.
 	newRankTime = 2 * time.Minute
 	// newRankLead is how much later than another candidate a new rank must have started: ranks that started
 	// together have equally empty caches.
 	newRankLead = 10 * time.Second
-	// homeShare is the share of its prompt that a request finds at its home: sticky's documented threshold.
-	homeShare = stickyThreshold
+	// homeShare is the share of its prompt that a request finds on the rank that served its conversation.
+	homeShare = 0.8
 )
 
-// modeNewRanks marks an aggregate whose hits have credit for new ranks in them: equal scores go to the rank
-// with fewer requests.
-const modeNewRanks = 1
-
 // creditNewRanks gives the new candidates the longest hit of all candidates, if that is below homeShare of
-// the prompt, and reports whether there are any. A rank is no longer new when it has as many open requests as
+// the prompt. A rank is no longer new when it has as many open requests as
 // the candidates' mean. Its queued work counts in full, so the credit moves few requests at a time.
-func (c *scratch) creditNewRanks(q *Request, v *View) (found bool) {
+func (c *scratch) creditNewRanks(q *Request, v *View) {
 	longest := c.longestHit()
 	if float64(longest) >= homeShare*float64(q.Tokens) {
-		return false
+		return
 	}
 	oldest, newest, open := v.Now, time.Duration(0), 0
 	for _, i := range c.candidates {
@@ -294,14 +290,13 @@ func (c *scratch) creditNewRanks(q *Request, v *View) (found bool) {
 		open += v.Ranks[i].ongoing()
 	}
 	if newest-oldest < newRankLead || v.Now-newest >= newRankTime {
-		return false
+		return
 	}
 	for _, i := range c.candidates {
 		rk := &v.Ranks[i]
 		if v.Now-rk.Since < newRankTime && rk.Since-oldest >= newRankLead &&
 			rk.ongoing()*len(c.candidates) < open {
-			c.hits[i], found = longest, true
+			c.hits[i] = longest
 		}
 	}
-	return found
 }

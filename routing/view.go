@@ -49,7 +49,6 @@ func (l Load) O() int { return l.W + l.F + l.R }
 // Rank is one row of a View.
 type Rank struct {
 	ID          RankID
-	Own         int32 // requests: those of Load that this router dispatched itself
 	Epoch       uint64
 	Incarnation uint64
 	Ready       bool // unit ready at the highest epoch known, and the replica accepts

@@ -485,7 +485,7 @@ func TestTheEnginesReport(t *testing.T) {
 		asked = r.engine.count("counters")
 		time.Sleep(10 * time.Second)
 		assert.Equal(t, asked, r.engine.count("counters"))
-		route(app.Routing{Policy: "least-loaded", Params: map[string]any{"variant": "kv"}})
+		route(app.Routing{BusyThreshold: &threshold})
 		time.Sleep(2 * time.Second)
 		assert.Greater(t, r.engine.count("counters"), asked)
 		r.Fence("x")

@@ -396,8 +396,8 @@ func (r *replica) needsScrape() bool {
 	if r.state.phase != phaseOpen && r.state.phase != phaseDraining {
 		return false
 	}
-	return r.state.eventSource != nil || r.app.Routing.BusyThreshold != nil || policyNeeds(r.app).Usage ||
-		r.app.Pool != "" || r.away.byCounters
+	return r.state.eventSource != nil || r.app.Routing.BusyThreshold != nil || r.app.Pool != "" ||
+		r.away.byCounters
 }
 
 // policyNeeds is what the application's policy reads. An unknown policy reads nothing; deploy refuses it.

@@ -138,8 +138,7 @@ func TestAdmitCarriesBlocksAndHit(t *testing.T) {
 func TestRT14ShortPromptsSplit(t *testing.T) {
 	t.Parallel()
 	for _, policy := range []string{
-		"scoring", "kv", "lpwl", "lmetric", "lmetric-1", "min-ttft", "sticky",
-		"cache-aware", "prefix-aware", "least-kv", "mex",
+		"scoring", "kv", "lpwl", "lmetric-1", "cache-aware", "prefix-aware", "least-kv", "mex",
 	} {
 		t.Run(policy, func(t *testing.T) {
 			h := &hangingEngine{}

@@ -126,7 +126,7 @@ func randomPairBody(r *rand.Rand) []byte {
 func TestLivePairEqualsExplain(t *testing.T) {
 	t.Parallel()
 	policies := []string{
-		"round-robin", "random", "power-of-two", "least-loaded", "scoring", "session-affinity", "chwbl",
+		"round-robin", "random", "power-of-two", "least-loaded", "scoring", "session-affinity",
 		"prefix-aware", "cache-aware",
 	}
 	for i, rule := range []string{"isl", "prefill-load", "uncached>=512", "always", "mex"} {

@@ -60,7 +60,7 @@ func TestBestWorkerWithoutIDChangesNothing(t *testing.T) {
 
 // TestBestWorkerDraws: between equal ranks a question draws, as requests and reservations do.
 func TestBestWorkerDraws(t *testing.T) {
-	for _, policy := range []string{"kv", "mex", "power-of-two", "random", "scoring", "chwbl"} {
+	for _, policy := range []string{"kv", "mex", "power-of-two", "random", "scoring"} {
 		b := newDecisionRig(t, policy, nil)
 		asked, reserved := map[string]int{}, map[string]int{}
 		for i := range 60 {

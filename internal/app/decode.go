@@ -176,6 +176,8 @@ func (c cursor) readWord(into reflect.Value, k *key) {
 		c.refuseValue(k.wanted, "")
 	case slices.Contains(k.words, text):
 		into.SetString(text)
+	case k.name == "policy" && replacements[text] != "":
+		c.refuseValue(k.wanted, "dpserve has no "+text+"; write policy: "+replacements[text])
 	default:
 		c.refuseValue(k.wanted, didYouMean(text, k.words))
 	}

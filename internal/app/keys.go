@@ -88,9 +88,14 @@ var wordLists = map[string][]string{
 	"kind":     {string(KindSim), string(KindVLLM), string(KindSGLang), string(KindAttach)},
 	"policy": {
 		"power-of-two", "least-loaded", "round-robin", "random", "direct", "scoring", "cache-aware",
-		"prefix-aware", "kv", "least-kv", "lmetric", "lmetric-1",
-		"lpwl", "min-ttft", "sticky", "chwbl", "session-affinity", "mex", cohorts,
+		"prefix-aware", "kv", "least-kv", "lmetric-1", "lpwl", "session-affinity", "mex", cohorts,
 	},
+}
+
+// replacements maps policies of other projects and papers to the policy that does their work here.
+var replacements = map[string]string{
+	"lmetric": "lmetric-1", "sticky": "mex", "min-ttft": "mex with params: {goal: latency}",
+	"chwbl": "session-affinity",
 }
 
 // times are the ranges of times that tags name. They end at 30 days, so that no duration overflows.

@@ -70,9 +70,6 @@ func TestValidateReportsFaultsOfDecide(t *testing.T) {
 func TestValidateReportsFaultsOfThePolicy(t *testing.T) {
 	const at = "app.yaml:1:"
 	for routing, want := range map[string][]string{
-		"{policy: scoring, params: {profile: prefix-aware}}": {
-			"profile 'prefix-aware' was removed; use 'locality'",
-		},
 		"{policy: scoring, params: {profile: fastest}}": {"balanced", "locality", "load"},
 		"{policy: round-robin, params: {profile: locality}}": {
 			"profile 'locality' has no effect with round-robin; use policy: scoring or drop the profile",
@@ -80,13 +77,17 @@ func TestValidateReportsFaultsOfThePolicy(t *testing.T) {
 		"{policy: scorin}": {
 			`routing.policy: found "scorin", wanted power-of-two | `, "scoring", `did you mean "scoring"?`,
 		},
+		"{policy: sticky}": {`routing.policy: found "sticky"`, "dpserve has no sticky; write policy: mex"},
+		"{policy: min-ttft}": {
+			`routing.policy: found "min-ttft"`, "write policy: mex with params: {goal: latency}",
+		},
 		"{policy: scoring, params: {profil: locality}}": {
 			"params.profil: unknown parameter", `did you mean "profile"?`,
 		},
 		"{policy: random, params: {profile: locality}}": {"params.profile: unknown parameter"},
-		"{policy: kv, params: {router_temperature: hot, varient: 1}}": {
-			"params.router_temperature: found hot", "params.varient: unknown parameter",
-			`did you mean "variant"?`,
+		"{policy: kv, params: {router_temperature: hot, no_kv_event: 1}}": {
+			"params.router_temperature: found hot", "params.no_kv_event: unknown parameter",
+			`did you mean "no_kv_events"?`,
 		},
 		"{policy: scoring, preset: tund}": {
 			`routing.preset: found "tund", wanted documented | tuned`, `did you mean "tuned"?`,

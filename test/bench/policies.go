@@ -50,17 +50,11 @@ func settings() []routed {
 		{name: "prefix-aware-tuned", policy: "prefix-aware", preset: tuned},
 		{name: "kv", policy: "kv"},
 		{name: "kv-tuned", policy: "kv", preset: tuned},
-		{name: "lmetric", policy: "lmetric"},
 		{name: "lmetric-1", policy: "lmetric-1"},
 		{name: "lpwl", policy: "lpwl"},
-		{name: "min-ttft", policy: "min-ttft"},
-		{name: "min-ttft-eta", policy: "min-ttft", params: "eta: true"},
 		{name: "mex", policy: "mex"},
 		{name: "mex-latency", policy: "mex", params: "goal: latency"},
-		{name: "sticky-tuned", policy: "sticky", preset: tuned},
-		{name: "chwbl-tuned", policy: "chwbl", preset: tuned},
 		{name: "session-affinity", policy: "session-affinity"},
-		{name: "session-affinity-tuned", policy: "session-affinity", preset: tuned},
 	}
 }
 

@@ -86,7 +86,7 @@ func b2i(b bool) int {
 func TestRunsBesideEachOther(t *testing.T) {
 	f := traceArgs(t, "-trace", "chats", "-requests", "150", "-load", "8,20", "-ingresses", "1,4", "-lag",
 		"20ms")
-	rows, err := f.rows("round-robin,lmetric-1,min-ttft,cache-aware")
+	rows, err := f.rows("round-robin,lmetric-1,lpwl,cache-aware")
 	require.NoError(t, err)
 	var texts []string
 	for _, workers := range []int{1, 2, 7} {

@@ -266,10 +266,7 @@ func arrive(r *rand.Rand, n int, gap time.Duration, request func(i int)) {
 
 // workRouting are the policies that weigh prefill work and stay with a cache, as app.yaml has them.
 func workRouting() []string {
-	return []string{
-		"{policy: kv, preset: tuned}", "{policy: lpwl}", "{policy: min-ttft}",
-		"{policy: min-ttft, params: {eta: true}}",
-	}
+	return []string{"{policy: kv, preset: tuned}", "{policy: lpwl}"}
 }
 
 // accepting says that the tests take their full size (make acceptance).

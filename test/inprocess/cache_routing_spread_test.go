@@ -106,8 +106,7 @@ func TestRT6ColdPromptsGoToTheIdleRank(t *testing.T) {
 // RT9: a prompt of 100,000 tokens prefills on one rank of four; ten of 100 tokens come, and none goes there.
 func TestRT9ShortPromptsKeepAwayFromALongPrefill(t *testing.T) {
 	for _, routing := range fewer(append(workRouting(), "{policy: lmetric-1}", "{policy: mex}",
-		"{policy: lmetric}", "{policy: kv}", "{policy: least-kv}", "{policy: scoring}",
-		"{policy: sticky, preset: tuned}")) {
+		"{policy: kv}", "{policy: least-kv}", "{policy: scoring}")) {
 		t.Run(routing, func(t *testing.T) {
 			t.Parallel()
 			synctest.Test(t, func(t *testing.T) {
@@ -327,7 +326,7 @@ func TestRT16BusyThresholdHoldsUnderEveryPolicy(t *testing.T) {
 // allRouting are all of this build that need no more than a name.
 func allRouting() []string {
 	return strings.Fields("round-robin random direct power-of-two least-loaded least-kv scoring " +
-		"cache-aware prefix-aware kv lmetric lmetric-1 lpwl min-ttft sticky chwbl session-affinity mex")
+		"cache-aware prefix-aware kv lmetric-1 lpwl session-affinity mex")
 }
 
 // fewer are two of them under -short: what a policy decides is no matter of the race detector.

@@ -125,8 +125,8 @@ func routable(r *harness.Real, app string, ranks int) error {
 // and nothing is left. Short of an acceptance run: 128 requests, and three policies in lockstep.
 func TestSK3EveryPolicySoaked(t *testing.T) {
 	// without a KV index
-	all := strings.Fields("round-robin random direct power-of-two least-loaded session-affinity chwbl " +
-		"prefix-aware cache-aware least-kv scoring kv lmetric lmetric-1 lpwl min-ttft sticky mex")
+	all := strings.Fields("round-robin random direct power-of-two least-loaded session-affinity " +
+		"prefix-aware cache-aware least-kv scoring kv lmetric-1 lpwl mex")
 	requests, lockstep := 128, []string{"power-of-two", "scoring", "kv"}
 	if accepting() {
 		requests, lockstep = 1024, all

@@ -27,11 +27,10 @@ func seedsOf(daily, accepted uint64) uint64 {
 // under make acceptance.
 func rivals() map[string]setting {
 	all := map[string]setting{
-		"kv tuned":     {name: "kv", preset: routing.PresetTuned},
-		"lmetric-1":    {name: "lmetric-1"},
-		"lpwl":         {name: "lpwl"},
-		"min-ttft eta": {name: "min-ttft", params: map[string]any{"eta": true}},
-		"scoring":      {name: "scoring"},
+		"kv tuned":  {name: "kv", preset: routing.PresetTuned},
+		"lmetric-1": {name: "lmetric-1"},
+		"lpwl":      {name: "lpwl"},
+		"scoring":   {name: "scoring"},
 	}
 	if accepting() {
 		all["scoring locality"] = setting{name: "scoring", params: map[string]any{"profile": "locality"}}
@@ -49,7 +48,7 @@ func rivals() map[string]setting {
 
 // weighsPrefill says whether a policy goes by the prefill work of the ranks.
 func weighsPrefill(policy string) bool {
-	return slices.Contains([]string{"kv", "lmetric", "lmetric-1", "lpwl", "min-ttft", "sticky"}, policy)
+	return slices.Contains([]string{"kv", "lmetric-1", "lpwl"}, policy)
 }
 
 // figures of a setting are means over the seeds.
