@@ -79,8 +79,9 @@ func (s *rt4) arrive(id uint64, busy map[RankID]time.Duration) {
 
 // RT4, in small: eight ranks and one shared system prompt at 70 % of the prefill that warm ranks can do. The
 // busiest gets at most 1.3 times the mean, and all are warm after 200 requests. Not so for scoring
-// (TestASharedSystemPromptPinsScoring), nor for the documented preset of prefix-aware: a prompt that is nearly
-// all prefix outweighs any load there, which their projects say of themselves; docs/routing.md repeats it.
+// (TestASharedSystemPromptPinsScoring), nor for the documented preset of prefix-aware: a prompt that is
+// nearly all prefix outweighs any load there, which their projects say of themselves;
+// docs/routing-reference.md repeats it.
 func TestRT4SharedPromptSpreadsOverAllRanks(t *testing.T) {
 	const ranks, requests = 8, 2000
 	for _, p := range append(workPolicies(t), tuned(t, "cache-aware"), tuned(t, "prefix-aware"),

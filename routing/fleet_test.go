@@ -427,7 +427,7 @@ func TestAReturnedRankIsUsedWithinAMinute(t *testing.T) {
 
 // A short question behind a system prompt of 2,048 tokens, 300 of them a second, cold caches: policies that
 // weigh work use all ranks, scoring keeps to the rank that was warm first, whatever waits there.
-// docs/routing.md has these numbers.
+// docs/routing-reference.md has these numbers.
 func TestASharedSystemPromptPinsScoring(t *testing.T) {
 	const block, requests, perSecond = 256, 4000, 300
 	rnd, at := seeded(7), time.Duration(0)
@@ -474,7 +474,7 @@ func TestASharedSystemPromptPinsScoring(t *testing.T) {
 }
 
 // BenchmarkAgentsBehindRouters plays ten minutes of agent sessions and reports goodput, here the share of
-// requests whose first token came within 2 s, in percent. docs/routing.md has the numbers.
+// requests whose first token came within 2 s, in percent. docs/routing-reference.md has the numbers.
 func BenchmarkAgentsBehindRouters(b *testing.B) {
 	turns := agentTurns(11, 1, 10*time.Minute)
 	const ms = time.Millisecond

@@ -10,10 +10,10 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestTheExampleOfMexInTheDocs: docs/routing.md prints what `route explain` prints of three ranks; the
-// numbers are the policy's.
+// TestTheExampleOfMexInTheDocs: docs/routing-reference.md prints what `route explain` prints of three ranks;
+// the numbers are the policy's.
 func TestTheExampleOfMexInTheDocs(t *testing.T) {
-	text, err := os.ReadFile("../docs/routing.md")
+	text, err := os.ReadFile("../docs/routing-reference.md")
 	require.NoError(t, err)
 	rows := map[string][]string{} // by rank: the columns from QUEUE to SCORE, and the mark of the pick
 	for line := range strings.Lines(string(text)) {

@@ -31,9 +31,9 @@ func costOf(p Policy, st State, tokens int, rk Rank, hit int32) map[string]float
 	return out
 }
 
-// The worked example of docs/routing.md: a rank that holds two thirds of the prompt and decodes for twelve
-// others, and one that is nearly idle and holds nothing. With the prefill utilisation at 0.6 the hit is worth
-// more; with none at all the idle rank is.
+// The worked example of docs/routing-reference.md: a rank that holds two thirds of the prompt and decodes for
+// twelve others, and one that is nearly idle and holds nothing. With the prefill utilisation at 0.6 the hit
+// is worth more; with none at all the idle rank is.
 func TestMexCosts(t *testing.T) {
 	p := newPolicy(t, "mex")
 	warm := Rank{Load: Load{W: 1, R: 12, Q: 6383, K: 140_000, Kq: 6000}, Capacity: 699_392}

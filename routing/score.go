@@ -263,9 +263,9 @@ func start(s State, n int) int {
 func ceilDiv(a, b int64) int64 { return (a + b - 1) / b }
 
 // mex weighs a rank by the prefill that its cache spares, so a rank that starts with an empty cache next to
-// serving ranks loses every comparison: it gets no request, and its cache stays empty. For a while such a rank
-// counts as new: a prompt of which no rank holds most is scored as if the new rank held as much as the rank
-// with the longest match.
+// serving ranks loses every comparison: it gets no request, and its cache stays empty. For a while such a
+// rank counts as new: a prompt of which no rank holds most is scored as if the new rank held as much as the
+// rank with the longest match.
 const (
 	// newRankTime is how long a rank may count as new. A session of an agent lasts about as long.
 	newRankTime = 2 * time.Minute

@@ -223,8 +223,8 @@ type Routing struct {
 	Policy string `json:"policy" words:"policy" later:"group-balance group-least-kv" unset:"by coupling"`
 	// parameters of the policy: documented or tuned ones
 	Preset string `json:"preset" words:"documented | tuned" default:"documented"`
-	// the policy's own knobs, [listed with each policy](routing.md); unknown ones are faults, and so are
-	// values that make no sense
+	// the policy's own knobs, [listed with each policy](routing-reference.md); unknown ones are faults, and
+	// so are values that make no sense
 	Params map[string]any `json:"params,omitempty"`
 	// how a prompt becomes blocks: `text`: by the bytes of the request, no extra call. `tokens`: by the
 	// engine's own tokens, asked for over its tokenize route and remembered; needed to compare prompts with
