@@ -381,7 +381,7 @@ func TestSessionsKeepTheirRankBehindSeveralRouters(t *testing.T) {
 	}
 	turns := agentTurns(11, 1, span)
 	for _, p := range []Policy{
-		tuned(t, "session-affinity"), tuned(t, "prefix-aware"), newPolicy(t, "prefix-aware"),
+		newPolicy(t, "session-affinity"), tuned(t, "prefix-aware"), newPolicy(t, "prefix-aware"),
 		newPolicy(t, "cache-aware"),
 	} {
 		t.Run(fmt.Sprintf("%+v", p), func(t *testing.T) {

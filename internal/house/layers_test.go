@@ -109,7 +109,7 @@ func (a area) isPure() bool { return a.layer == 0 }
 // pureLibraries lists what a pure area may link beside the standard library: parsers and hashes.
 func pureLibraries() []string {
 	return []string{
-		"github.com/goccy/go-yaml", "github.com/twmb/murmur3", "github.com/zeebo/xxh3", "golang.org/x/exp/",
+		"github.com/goccy/go-yaml", "github.com/zeebo/xxh3", "golang.org/x/exp/",
 		"golang.org/x/text/",
 	}
 }
