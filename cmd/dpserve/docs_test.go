@@ -29,6 +29,7 @@ var pageRuns = map[string]func(*testing.T, []block){
 	"docs/operations.md":     runOperationsPage,
 	"docs/prefill-decode.md": runPairsPage,
 	"docs/router.md":         runRouterPage,
+	"docs/tour.md":           runTourPage,
 }
 
 // A block is a fenced block of a page.

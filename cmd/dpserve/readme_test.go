@@ -44,9 +44,27 @@ func TestREADME(t *testing.T) {
 
 func runREADME(t *testing.T, blocks []block) {
 	t.Helper()
-	build := &reader{bin: filepath.Join(t.TempDir(), "dpserve"), page: readPage(t, "README.md")}
+	upRuns, machines := followPage(t, filepath.Join(t.TempDir(), "dpserve"), blocks)
+	require.NotZero(t, upRuns, "the README starts no `up`")
+	require.NotEmpty(t, machines, "the README shows no machines that join")
+	t.Run("machines", func(t *testing.T) {
+		t.Parallel()
+		runTranscript(t, machines, nil)
+	})
+}
+
+// runTourPage types docs/tour.md, which goes on where the README ends.
+func runTourPage(t *testing.T, blocks []block) {
+	t.Helper()
+	followPage(t, asDpserve(t), blocks)
+}
+
+// followPage types the commands of a page with the binary bin. It returns how often the page starts `up`, and
+// the transcripts of several machines, which it leaves to the caller.
+func followPage(t *testing.T, bin string, blocks []block) (upRuns int, machines []block) {
+	t.Helper()
+	build := &reader{bin: bin, page: readPage(t, blocks[0].page)}
 	var parts [][]string
-	var machines []block
 	for _, b := range blocks {
 		if b.language == "text" {
 			machines = append(machines, b)
@@ -63,13 +81,12 @@ func runREADME(t *testing.T, blocks []block) {
 			}
 		}
 	}
-	upRuns := 0
 	for _, lines := range parts {
 		isUp := strings.HasPrefix(lines[0], "bin/dpserve up")
 		if isUp {
 			upRuns++
 		}
-		r := &reader{bin: build.bin, page: build.page, isFirstUp: upRuns == 1 && isUp}
+		r := &reader{bin: build.bin, page: build.page, isFirstUp: lines[0] == "bin/dpserve up"}
 		t.Run(lines[0], func(t *testing.T) {
 			t.Parallel()
 			for _, line := range lines {
@@ -78,12 +95,7 @@ func runREADME(t *testing.T, blocks []block) {
 			r.stop(t)
 		})
 	}
-	require.NotZero(t, upRuns, "the README starts no `up`")
-	require.NotEmpty(t, machines, "the README shows no machines that join")
-	t.Run("machines", func(t *testing.T) {
-		t.Parallel()
-		runTranscript(t, machines, nil)
-	})
+	return upRuns, machines
 }
 
 // serves reports whether a line serves until Ctrl-C.
@@ -96,7 +108,7 @@ func serves(line string) bool {
 	return false
 }
 
-// reader is somebody who follows a part of the README in two terminals.
+// reader follows a part of a page in two terminals.
 type reader struct {
 	bin       string // path that bin/dpserve stands for
 	page      string
@@ -105,24 +117,18 @@ type reader struct {
 	addr      string      // DPSERVE_ADDR of the second terminal
 }
 
-// typeLine does what a line of the README says.
+// typeLine does what a line of the page says.
 func (r *reader) typeLine(t *testing.T, line string) {
 	t.Helper()
 	typed := strings.ReplaceAll(line, "bin/dpserve", r.bin)
 	switch {
-	case line == "go test ./...": // the present run
-		ci := readPage(t, ".ci/run")
-		assert.Contains(t, ci, "stage_test() { "+line+"; }", ".ci/run and the README differ")
 	case strings.HasPrefix(line, "bin/dpserve up"):
 		r.start(t, "RANK ", r.bin, strings.Fields(typed)[1:]...)
 		r.followUp(t)
-		if strings.HasSuffix(line, "prefill-decode/app.yaml") {
-			awaitPairs(t, r.addr)
-		}
 	case strings.HasPrefix(line, "bin/dpserve serve"):
 		r.start(t, "RANK ", r.bin, strings.Fields(typed)[1:]...)
 		printed, _, _ := strings.Cut(r.first.stdout.String(), "endpoint ")
-		assert.Contains(t, r.page, "```text\n"+printed+"endpoint ", "the README shows what `serve` prints")
+		assert.Contains(t, r.page, "```text\n"+printed+"endpoint ", "the page shows what `serve` prints")
 	case strings.HasPrefix(line, "examples/cluster/"):
 		r.start(t, "Ctrl-C stops", "sh", "-c", "DPSERVE="+r.bin+" PORTS="+
 			enginePorts(t, "127.0.0.1", "127.0.0.2", "127.0.0.3")+" exec "+typed)
@@ -172,7 +178,7 @@ func (r *reader) followUp(t *testing.T) {
 	assert.True(t, strings.HasSuffix(strings.TrimSpace(answer), "data: [DONE]"), answer)
 }
 
-// checkAnswer checks what the README says of a command's output.
+// checkAnswer checks what the page says of a command's output.
 func (r *reader) checkAnswer(t *testing.T, line, out string) {
 	t.Helper()
 	switch {
