@@ -162,8 +162,6 @@ func (c *Core) take(now time.Duration, in *Input) {
 		c.add(now, in.Req)
 	case InputAbort:
 		c.abort(in.Req)
-	case InputCancel:
-		c.cancel(in.Req)
 	case InputAbortAll:
 		c.endAll(FinishAbort)
 	case InputKill:
@@ -215,14 +213,6 @@ func (c *Core) admit(r *Request) Reject {
 		return RejectTokens
 	}
 	return RejectNone
-}
-
-// cancel ends r as abort does, and tells it.
-func (c *Core) cancel(r *Request) {
-	if r.isActive() {
-		c.remove(r)
-		c.finish(r, FinishAbort)
-	}
 }
 
 // abort ends r without an effect; its blocks and its place are free at once, also in the middle of a step.

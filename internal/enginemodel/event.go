@@ -9,7 +9,6 @@ type InputKind uint8
 const (
 	InputAdd      InputKind = iota // Req arrives
 	InputAbort                     // Req's client left: it ends at once, without an effect
-	InputCancel                    // Req ends with FinishAbort
 	InputAbortAll                  // every request ends with FinishAbort (shutdown without drain)
 	InputKill                      // the core dies: every request ends with FinishError, EffectDied follows
 	// no step ends any more, until InputRecover; aborts still free what they hold

@@ -61,12 +61,7 @@ var flags = map[string]Flag{
 	"shutdown-timeout":        numbers(real), "distributed-timeout-seconds": numbers(real),
 	"enable-auto-tool-choice": {Switch: true}, "enable-prefix-caching": {Switch: true},
 	"enable-prompt-tokens-details": {Switch: true}, "enable-force-include-usage": {Switch: true},
-	"enable-request-id-headers": {Switch: true}, "enable-server-load-tracking": {Switch: true},
-	"enable-scale-out": {Switch: true}, "enable-expert-parallel": {Switch: true},
-
-	// of SGLang
-	"disaggregation-mode":           {Words: []string{"null", "prefill", "decode"}},
-	"disaggregation-bootstrap-port": wholes(0, 65535),
+	"enable-request-id-headers": {Switch: true}, "enable-expert-parallel": {Switch: true},
 
 	// its own
 	"sim-speed":             numbers(above),
@@ -79,7 +74,6 @@ var flags = map[string]Flag{
 	"sim-global-index":      {Switch: true},
 	"sim-settle-block-size": wholes(0, 1<<20),
 	"sim-death":             {Words: []string{"gloo", "nccl"}},
-	"sim-kv-format":         {Words: []string{"map", "array", "old-sglang"}},
 	"sim-kv-hash":           {Words: []string{"uint", "int", "bytes"}},
 	"sim-kv-first-seq":      wholes(0, math.MaxUint32),
 	"sim-kv-sliding-window": {Switch: true},

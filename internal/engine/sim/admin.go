@@ -3,6 +3,7 @@ package sim
 import (
 	"errors"
 	"fmt"
+	"strings"
 
 	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
@@ -171,7 +172,7 @@ func (s *Server) orphaned(port int) error {
 // port per rank.
 func (s *Server) kvPort() int {
 	if kv := s.ranks[0].kv; kv != nil && kv.sockets.replay != "" {
-		return portOf(trimTCP(kv.sockets.replay))
+		return portOf(strings.TrimPrefix(kv.sockets.replay, schemeTCP))
 	}
 	return portOf(s.gate.Addr().String()) + max(1, s.cfg.DPSize)
 }

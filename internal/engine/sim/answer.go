@@ -125,13 +125,6 @@ func (p *plan) event(choices ...chunkJSON) *eventJSON {
 // appendChunk writes one event: the text up to tokens, and the end if there is one.
 func (c *choice) appendChunk(b []byte, s *settings, tokens int, why em.FinishReason) []byte {
 	p, from, at, last := c.call.plan, c.sentTokens, c.sentBytes, why != em.FinishNone
-	switch p.form {
-	case formTokens:
-		return appendTokens(c, b, tokens, why)
-	case formResponses:
-		return responseOf(c.call, s).appendNew(b, tokens, why)
-	case formOpenAI, formMessages:
-	}
 	text, calls := c.delta(tokens, last), c.script.callsTools()
 	if !calls && !last && from > 0 && p.logprobs < 0 && !p.returnIDs && !p.contUsage {
 		return c.appendPlain(b, text)
@@ -164,6 +157,10 @@ func (c *choice) appendChunk(b []byte, s *settings, tokens int, why em.FinishRea
 		d.Fingerprint = s.fingerprint
 	}
 	return appendEvent(b, d)
+}
+
+func appendEvent(b []byte, v any) []byte {
+	return append(append(append(b, "data: "...), mustMarshal(v)...), "\n\n"...)
 }
 
 // textChunk is the choice of an event that carries text and nothing else.
@@ -250,9 +247,6 @@ func (p *plan) usageSoFar(prompt, completion int) *usageJSON {
 
 // appendUsageEvent writes the event behind the last choice.
 func (c *call) appendUsageEvent(b []byte, s *settings) []byte {
-	if c.plan.form == formTokens {
-		return appendTokensUsage(c, b, s)
-	}
 	d := c.plan.event()
 	usage, cached := c.usage()
 	d.Usage, d.Fingerprint = usage, s.fingerprint
@@ -285,15 +279,6 @@ func (c *call) usage() (u *usageJSON, cached int) {
 // answer is the body of a finished call that does not stream.
 func (c *call) answer(s *settings) []byte {
 	p := c.plan
-	switch p.form {
-	case formTokens:
-		return mustMarshal(tokensAnswer(c, s))
-	case formResponses:
-		return mustMarshal(responseOf(c, s).ended())
-	case formMessages:
-		return mustMarshal(messageAnswer(c))
-	case formOpenAI:
-	}
 	d := &wholeJSON{
 		ID: p.id, Object: "text_completion", Created: p.created, Model: p.model, Choices: []choiceJSON{},
 		Fingerprint: s.fingerprint, KVTransfer: c.legs.answer(),

@@ -268,7 +268,7 @@ func TestMembersAreReadAsVLLMReadsThem(t *testing.T) {
 // TestMalformedMessages: the fault names what is wrong with the messages, not that they are missing.
 func TestMalformedMessages(t *testing.T) {
 	s := start(t, fast())
-	status, body := ask(t, s, "/v1/messages", `{"max_tokens":1,"messages":5}`)
+	status, body := ask(t, s, "/v1/chat/completions", `{"messages":5}`)
 	assert.Equal(t, http.StatusBadRequest, status)
 	assert.Contains(t, body, "body.messages")
 	assert.NotContains(t, body, msgRequired)

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"strconv"
 	"strings"
 )
 
@@ -23,8 +24,6 @@ const (
 	msgStopping   = "cannot schedule new futures after shutdown"
 	msgBusy       = "The engine is currently busy and cannot accept new requests. Please try again later " +
 		"or on a different instance."
-	msgScaleOut = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to " +
-		"enable them."
 	msgMediaType = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
 	msgNoPrompt  = "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)"
 	msgInjected  = "simulated failure"
@@ -108,6 +107,15 @@ func pythonString(text string) string {
 		return `"` + text + `"`
 	}
 	return "'" + strings.ReplaceAll(text, "'", `\'`) + "'"
+}
+
+// pythonFloat spells a number as the imitated engine does: whole ones have a decimal place.
+func pythonFloat(v float64) string {
+	text := strconv.FormatFloat(v, 'g', -1, 64)
+	if !strings.ContainsAny(text, ".eIN") {
+		text += ".0"
+	}
+	return text
 }
 
 // maxInputShown bounds what an error repeats of the body.

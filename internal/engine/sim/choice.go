@@ -48,9 +48,8 @@ type choice struct {
 
 // choiceKV is the part of a choice that concerns blocks of other engines.
 type choiceKV struct {
-	load  *load   // nil = the prompt is computed here
-	offer string  // the key under which the blocks of the ended sequence wait for their reader; "" = none
-	kept  []int32 // these blocks; written before the end is
+	load *load   // nil = the prompt is computed here
+	kept []int32 // the blocks that wait for their reader; written before the end is
 
 	wrong     atomic.Uint64 // what the KV under the answer got wrong; known with the first token
 	isSettled bool          // wrong was heeded

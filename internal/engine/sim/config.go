@@ -82,8 +82,6 @@ type Features struct {
 	PromptTokensDetails bool   // usage.prompt_tokens_details
 	ForceIncludeUsage   bool   // usage in every stream
 	RequestIDHeaders    bool   // echo X-Request-Id
-	LoadTracking        bool   // /load counts
-	ScaleOut            bool   // scale-out routes are not refused with 403 (this version has none of them)
 	DevMode             bool   // development routes
 	AutoToolChoice      bool   // tools may be called; else such requests are refused
 }

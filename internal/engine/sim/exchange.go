@@ -23,8 +23,6 @@ type exchange struct {
 	id     string // of this engine, in parameters and handshakes
 	number int    // of the rank
 	peers  *peers
-	offers offers
-	rooms  rooms
 	side   *sideServer // nil before Listen
 
 	mu     sync.Mutex
@@ -90,7 +88,6 @@ func (e *exchange) reserve(now time.Time, blocks int) time.Duration {
 // expired is called by the rank in its turn.
 func (e *exchange) expired(lease string) {
 	e.log.Warn("releasing expired KV blocks which nobody read before the lease expired", "request", lease)
-	e.offers.drop(lease)
 }
 
 // kill ends the engine core, as a malformed transfer ends that of a real engine.
@@ -183,111 +180,4 @@ func (g *page) transfer(snaps []snapshot) {
 		func(s *snapshot) uint64 { return s.stats.LeasesOver })
 	count("nixl_num_notifications_after_expiry", "Notices of readers whose blocks were no longer kept.",
 		func(s *snapshot) uint64 { return s.stats.LateReads })
-}
-
-// offers bring together prefill legs that have ended and decode engines that wait for their blocks, by a key
-// that both know: the request id, a transfer id or a room. Safe for concurrent use.
-type offers struct {
-	mu    sync.Mutex
-	byKey map[string]*offer
-}
-
-// offer is one key's place. It exists while somebody waits for it, or while its lease runs.
-type offer struct {
-	made    chan struct{} // closed when the leg has ended
-	joined  chan struct{} // closed when a decode engine waits
-	waiting int
-	lease   string  // "" until it is made, and when it was taken
-	blocks  []int32 // as parameters name them
-}
-
-// place needs the lock.
-func (o *offers) place(key string) *offer {
-	if o.byKey == nil {
-		o.byKey = map[string]*offer{}
-	}
-	p := o.byKey[key]
-	if p == nil {
-		p = &offer{made: make(chan struct{}), joined: make(chan struct{})}
-		o.byKey[key] = p
-	}
-	return p
-}
-
-// add offers the blocks of an ended leg.
-func (o *offers) add(key, lease string, blocks []int32) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	p := o.place(key)
-	happened(p.made) // of a key that is used twice the newer leg counts
-	p.lease, p.blocks = lease, blocks
-}
-
-// join waits for a key; quit ends it.
-func (o *offers) join(key string) *offer {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	p := o.place(key)
-	p.waiting++
-	happened(p.joined)
-	return p
-}
-
-// happened closes a channel that may be closed already; it needs the lock.
-func happened(c chan struct{}) {
-	select {
-	case <-c:
-	default:
-		close(c)
-	}
-}
-
-// expect is the place of a key for a prefill leg that has not begun: it waits for joined. drop ends it.
-func (o *offers) expect(key string) *offer {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return o.place(key)
-}
-
-func (o *offers) quit(key string, p *offer) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if p.waiting--; p.waiting == 0 && p.lease == "" && o.byKey[key] == p {
-		delete(o.byKey, key)
-	}
-}
-
-// take gives what was offered, once.
-func (o *offers) take(key string) (lease string, blocks []int32) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if p := o.byKey[key]; p != nil {
-		lease, blocks = p.lease, p.blocks
-		p.lease, p.blocks = "", nil
-	}
-	return lease, blocks
-}
-
-// drop forgets an offer whose lease has ended.
-func (o *offers) drop(lease string) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	for key, p := range o.byKey {
-		if p.lease != lease {
-			continue
-		}
-		p.lease, p.blocks = "", nil
-		if p.waiting == 0 {
-			delete(o.byKey, key)
-		}
-	}
-}
-
-// forget removes the place of a prefill leg that came to nothing.
-func (o *offers) forget(key string) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if p := o.byKey[key]; p != nil && p.waiting == 0 && p.lease == "" {
-		delete(o.byKey, key)
-	}
 }

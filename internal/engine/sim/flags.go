@@ -18,7 +18,7 @@ import (
 // unchanged.
 func ParseFlags(args []string) (Config, []string, error) {
 	p := &flagParser{cfg: Default(), rpcHost: defaultHost, dpRank: -1}
-	p.cfg.Port, p.cfg.Transfer.BootstrapPort = defaultPort, defaultBootstrap
+	p.cfg.Port = defaultPort
 	p.cfg.PromptTokensDetails = false
 	p.targets = p.settings()
 	var ignored []string
@@ -112,8 +112,6 @@ func (p *flagParser) settings() map[string]any {
 		"enable-prompt-tokens-details": &c.PromptTokensDetails,
 		"enable-force-include-usage":   &c.ForceIncludeUsage,
 		"enable-request-id-headers":    &c.RequestIDHeaders,
-		"enable-server-load-tracking":  &c.LoadTracking,
-		"enable-scale-out":             &c.ScaleOut,
 		"enable-auto-tool-choice":      &c.AutoToolChoice,
 
 		"max-num-seqs": &m.MaxSeqs, "max-model-len": &m.MaxModelLen, "block-size": &m.BlockSize,
@@ -131,15 +129,14 @@ func (p *flagParser) settings() map[string]any {
 		"sim-death": func(word string) error { m.NCCL = word == "nccl"; return nil },
 
 		"kv-events-config": kv.parse, "prefix-caching-hash-algo": p.hashAlgo,
-		"sim-kv-format": &kv.Format, "sim-kv-hash": &kv.Hash, "sim-kv-first-seq": &kv.FirstSeq,
+		"sim-kv-hash": &kv.Hash, "sim-kv-first-seq": &kv.FirstSeq,
 		"sim-kv-sliding-window": &kv.SlidingWindow,
 
-		"kv-transfer-config": transfer.parse, "disaggregation-mode": transfer.disaggregation,
-		"disaggregation-bootstrap-port": &transfer.BootstrapPort,
-		"sim-transfer-token-bytes":      &transfer.TokenBytes,
-		"sim-transfer-gbps":             &transfer.GBps,
-		"sim-transfer-first-contact-s":  &transfer.FirstContact,
-		"sim-transfer-handshake-s":      &transfer.HandshakeMax,
+		"kv-transfer-config":           transfer.parse,
+		"sim-transfer-token-bytes":     &transfer.TokenBytes,
+		"sim-transfer-gbps":            &transfer.GBps,
+		"sim-transfer-first-contact-s": &transfer.FirstContact,
+		"sim-transfer-handshake-s":     &transfer.HandshakeMax,
 	}
 }
 
@@ -148,8 +145,6 @@ func write(target any, value string) (err error) {
 	switch target := target.(type) {
 	case *string:
 		*target = value
-	case *KVFormat:
-		*target = KVFormat(value)
 	case *KVHash:
 		*target = KVHash(value)
 	case *int:

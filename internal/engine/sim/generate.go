@@ -20,8 +20,18 @@ func (s api) newID() string {
 	return fmt.Sprintf("%016x", (x^x>>31)*0xBF58476D1CE4E5B9)
 }
 
-// generate serves both generation routes.
-func (s api) generate(w http.ResponseWriter, r *http.Request) {
+// completions serves /v1/completions.
+func (s api) completions(w http.ResponseWriter, r *http.Request) {
+	s.generate(w, r, readCompletion, "cmpl-")
+}
+
+// chats serves /v1/chat/completions.
+func (s api) chats(w http.ResponseWriter, r *http.Request) { s.generate(w, r, readChat, "chatcmpl-") }
+
+// generate serves a generation route: read checks its body, prefix begins the ids of its requests.
+func (s api) generate(w http.ResponseWriter, r *http.Request,
+	read func(*fields, *settings) (*plan, *apiError), prefix string,
+) {
 	s.active.enter()
 	defer s.active.leave()
 	body, apiErr := s.body(r)
@@ -32,35 +42,20 @@ func (s api) generate(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, apiErr)
 		return
 	}
-	read, prefix := reader(r.URL.Path)
 	p, apiErr := read(body, s.set)
-	if apiErr == nil {
-		s.setRequestFields(p, r, prefix)
-		apiErr = s.setMeeting(p, body)
-	}
 	if apiErr != nil {
 		s.ranks[0].exchange.release(r.Context(), body.params)
 		s.fail(w, apiErr)
 		return
 	}
+	s.setRequestFields(p, r, prefix)
 	s.answer(w, r, p)
-}
-
-// setMeeting reads where the two halves of SGLang's disaggregation meet. Its engines take no other requests.
-func (s api) setMeeting(p *plan, body *fields) *apiError {
-	if s.cfg.Transfer.Connector != ConnectorSGLang {
-		return nil
-	}
-	if err := readMeeting(p, body); err != nil {
-		return err
-	}
-	return p.meeting.assignRank(p, &s.cfg)
 }
 
 // setRequestFields sets the fields of a plan that do not come from the body.
 func (s api) setRequestFields(p *plan, r *http.Request, prefix string) {
 	id := r.Header.Get("X-Request-Id")
-	if id == "" || p.form == formResponses {
+	if id == "" {
 		id = s.newID()
 	}
 	p.id, p.created, p.rank = prefix+id, s.now(), noRank
@@ -109,20 +104,12 @@ func (s api) answer(w http.ResponseWriter, r *http.Request, p *plan) {
 	fault = c.shortenToFault(fault)
 	rank.load.Add(1)
 	defer rank.load.Add(-1)
-	if late = c.legs.awaitDecode(r.Context()); late != nil {
-		s.failLate(w, p, late)
-		return
-	}
 	rank.params(c)
 	c.legs.start(r.Context())
 	defer c.legs.end()
 	if !rank.add(c) {
 		s.failLate(w, p, busyError())
 		return
-	}
-	if s.cfg.DevMode || s.cfg.ScaleOut { // others may abort it
-		s.calls.add(c, rank)
-		defer s.calls.remove(c)
 	}
 	if p.stream {
 		s.stream(w, r, rank, c, fault)
@@ -213,7 +200,6 @@ func (s api) whole(w http.ResponseWriter, r *http.Request, rank *rank, c *call, 
 		s.strike(w, r, fault)
 		return
 	}
-	loadHeader(s, w, r)
 	s.writeJSON(w, http.StatusOK, c.answer(s.set))
 }
 
@@ -302,7 +288,7 @@ func (o *writer) send() {
 
 // chunks collects the events of all choices, as far as a fault lets them.
 func (o *writer) chunks() {
-	if o.call.plan.chat && o.call.plan.form == formOpenAI && !o.roles && o.anything() {
+	if o.call.plan.chat && !o.roles && o.anything() {
 		o.roles = true
 		for i := range o.call.choices {
 			o.buf = o.call.choices[i].appendRole(o.buf)
@@ -335,9 +321,6 @@ func (o *writer) anything() bool {
 
 // ending writes what follows the last choice.
 func (o *writer) ending() {
-	if o.call.plan.form == formResponses {
-		return // the last event of its choice says that it is complete
-	}
 	if o.call.plan.includeUsage {
 		o.buf = o.call.appendUsageEvent(o.buf, o.set)
 	}

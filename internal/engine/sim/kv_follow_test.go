@@ -189,10 +189,8 @@ func TestLossesAreReplayed(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
 		faults []Fault
-		format KVFormat
 	}{
 		{name: "drop", faults: []Fault{{Mode: ModeKVDrop, Rate: 0.05}}},
-		{name: "drop, old replies", faults: []Fault{{Mode: ModeKVDrop, Rate: 0.05}}, format: KVArray},
 		{name: "reorder", faults: []Fault{{Mode: ModeKVReorder, Rate: 0.1}}},
 		{name: "garbage", faults: []Fault{{Mode: ModeKVGarbage, Rate: 0.05}}},
 		{
@@ -210,9 +208,6 @@ func TestLossesAreReplayed(t *testing.T) {
 			t.Parallel()
 			c := tightKV()
 			c.Model.FixedStep = 500 * time.Microsecond
-			if tc.format != "" {
-				c.KVEvents.Format = tc.format
-			}
 			s := start(t, c)
 			sub, view := follow(t, s, 0, nil)
 			eventually(t, func() bool { return sub.Stats().Synced })
@@ -408,44 +403,39 @@ func TestEngineProcessDialsAndRestarts(t *testing.T) {
 	}
 }
 
-// All hash types and shapes tell of the same blocks.
-func TestHashTypesAndFormats(t *testing.T) {
+// All hash types tell of the same blocks.
+func TestHashTypes(t *testing.T) {
 	t.Parallel()
-	for _, format := range []KVFormat{KVMap, KVArray, KVOldSGLang} {
-		for _, hash := range []KVHash{KVUint, KVInt, KVBytes} {
-			for _, window := range []bool{false, true} {
-				if window && format != KVMap {
-					continue
+	for _, hash := range []KVHash{KVUint, KVInt, KVBytes} {
+		for _, window := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s-%v", hash, window), func(t *testing.T) {
+				t.Parallel()
+				c := tightKV()
+				c.KVEvents.Hash, c.KVEvents.SlidingWindow = hash, window
+				s := start(t, c)
+				sub, view := follow(t, s, 0, nil)
+				eventually(t, func() bool { return sub.Stats().Synced })
+				converse(t, s.URL())
+				eventually(t, func() bool { return sub.Stats().LastSeq+1 == s.BlockTables()[0].Next })
+				table := s.BlockTables()[0]
+				assert.Len(t, view.copies, len(table.Blocks))
+				copies, own := 0, 0
+				for _, n := range view.copies {
+					copies += n
 				}
-				t.Run(fmt.Sprintf("%s-%s-%v", format, hash, window), func(t *testing.T) {
-					t.Parallel()
-					c := tightKV()
-					c.KVEvents.Format, c.KVEvents.Hash, c.KVEvents.SlidingWindow = format, hash, window
-					s := start(t, c)
-					sub, view := follow(t, s, 0, nil)
-					eventually(t, func() bool { return sub.Stats().Synced })
-					converse(t, s.URL())
-					eventually(t, func() bool { return sub.Stats().LastSeq+1 == s.BlockTables()[0].Next })
-					table := s.BlockTables()[0]
-					assert.Len(t, view.copies, len(table.Blocks))
-					copies, own := 0, 0
-					for _, n := range view.copies {
-						copies += n
-					}
-					for _, n := range table.Blocks {
-						own += n
-					}
-					assert.Equal(t, own, copies)
-					st := sub.Stats()
-					assert.Zero(t, st.Malformed+st.BadBatches+st.Unknown)
-					assert.Equal(t, window, st.Skipped > 0)
-				})
-			}
+				for _, n := range table.Blocks {
+					own += n
+				}
+				assert.Equal(t, own, copies)
+				st := sub.Stats()
+				assert.Zero(t, st.Malformed+st.BadBatches+st.Unknown)
+				assert.Equal(t, window, st.Skipped > 0)
+			})
 		}
 	}
 }
 
-func getURL(t *testing.T, url string) string {
+func getURL(t testing.TB, url string) string {
 	t.Helper()
 	resp, err := client.Get(url)
 	require.NoError(t, err)

@@ -360,7 +360,7 @@ func TestKVEventSources(t *testing.T) {
 	}
 }
 
-// The golden payloads of every format, from one stored and one removed block.
+// The golden payloads, from one stored and one removed block.
 func TestKVFormats(t *testing.T) {
 	c := em.NewTokenContent([]uint32{1, 2, 3, 4}, 1, 4, "")
 	req := &em.Request{Prompt: 4, Output: 1, Content: c}
@@ -370,37 +370,20 @@ func TestKVFormats(t *testing.T) {
 	const golden = 12687895063098490012
 	for _, tc := range []struct {
 		name   string
-		format KVFormat
 		events []em.BlockEvent
 		want   string
 	}{
-		{"map stored", KVMap, []em.BlockEvent{storedEvent}, "93cb3ff8000000000000918ba474797065ab426c6f" +
+		{"stored", []em.BlockEvent{storedEvent}, "93cb3ff8000000000000918ba474797065ab426c6f" +
 			"636b53746f726564ac626c6f636b5f68617368657391cfb0147556276afc9cb1706172656e745f626c6f636b5f" +
 			"68617368c0a9746f6b656e5f6964739401020304aa626c6f636b5f73697a6504a76c6f72615f6964c0a66d" +
 			"656469756da3475055a96c6f72615f6e616d65c0aa65787472615f6b65797391c0a967726f75705f69" +
 			"647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6e00"},
-		{
-			"array stored", KVArray,
-			[]em.BlockEvent{storedEvent},
-			"93cb3ff80000000000009197ab426c6f636b53746f72656491cfb0147556276afc9cc0940102030404c0a347505500",
-		},
-		{"map removed", KVMap, []em.BlockEvent{removed}, "93cb3ff80000000000009184a474797065ac426c6f636" +
+		{"removed", []em.BlockEvent{removed}, "93cb3ff80000000000009184a474797065ac426c6f636" +
 			"b52656d6f766564ac626c6f636b5f68617368657391cfb0147556276afc9ca66d656469756da3475055a967726" +
 			"f75705f6964780000"},
-		{
-			"array removed and cleared", KVArray,
-			[]em.BlockEvent{removed, {Kind: em.BlocksCleared}},
-			"93cb3ff80000000000009293ac426c6f636b52656d6f76656491cfb0147556276afc9ca347505591" +
-				"b0416c6c426c6f636b73436c656172656400",
-		},
-		{
-			"old sglang", KVOldSGLang,
-			[]em.BlockEvent{storedEvent},
-			"92cb3ff80000000000009196ab426c6f636b53746f72656491cfb0147556276afc9cc0940102030404c0",
-		},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			e := newKVEncoder(&KVEvents{Format: tc.format, Hash: KVUint}, 4, 0)
+			e := newKVEncoder(&KVEvents{Hash: KVUint}, 4, 0)
 			got := e.batch(1.5, tc.events)
 			own, theirs := binary.BigEndian.AppendUint64([]byte{0xcf}, hash),
 				binary.BigEndian.AppendUint64([]byte{0xcf}, golden)

@@ -14,16 +14,6 @@ import (
 	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
 
-// KVFormat is the shape of event batches, and with it the age of the engine that is imitated.
-type KVFormat string
-
-// The formats.
-const (
-	KVMap       KVFormat = "map"        // maps, replay replies of 4 frames
-	KVArray     KVFormat = "array"      // arrays, replay replies of 3 frames: vLLM before June 2026
-	KVOldSGLang KVFormat = "old-sglang" // arrays that end after lora_id, no rank, 3 frames
-)
-
 // KVHash is the wire type of block hashes.
 type KVHash string
 
@@ -57,18 +47,16 @@ type KVEvents struct {
 	MaxQueueSize int     `json:"max_queue_size"` // shown, not used: nothing is queued in front of the ring
 	Topic        string  `json:"topic"`
 
-	Format        KVFormat `json:"-"`
-	Hash          KVHash   `json:"-"`
-	FirstSeq      uint64   `json:"-"`
-	SlidingWindow bool     `json:"-"` // a second KV group, whose events cannot be indexed
+	Hash          KVHash `json:"-"`
+	FirstSeq      uint64 `json:"-"`
+	SlidingWindow bool   `json:"-"` // a second KV group, whose events cannot be indexed
 }
 
 // defaultKVEvents is the engine's default: off.
 func defaultKVEvents() KVEvents {
 	return KVEvents{
 		Endpoint: defaultKVEndpoint, BufferSteps: defaultKVBuffer, HWM: defaultKVHWM,
-		MaxQueueSize: defaultKVQueueSize,
-		Format:       KVMap, Hash: KVUint,
+		MaxQueueSize: defaultKVQueueSize, Hash: KVUint,
 	}
 }
 
@@ -150,13 +138,10 @@ func offset(endpoint string, rank int) (told, addr string, err error) {
 // Connector is the way in which blocks come from a prefill engine to a decode engine.
 type Connector string
 
-// The connectors, by the names of --kv-transfer-config; SGLang has one way and no name for it.
+// The connectors, by the names of --kv-transfer-config.
 const (
-	ConnectorNone     Connector = ""
-	ConnectorNixl     Connector = "NixlConnector"
-	ConnectorNixlPush Connector = "NixlPushConnector"
-	ConnectorMooncake Connector = "MooncakeConnector"
-	ConnectorSGLang   Connector = "sglang"
+	ConnectorNone Connector = ""
+	ConnectorNixl Connector = "NixlConnector"
 )
 
 // The roles of a connector. NIXL does not enforce them.
@@ -174,20 +159,10 @@ const (
 	defaultGBps         = 25.0 // a network card of 200 Gbit/s
 	defaultFirstContact = 500 * time.Millisecond
 	defaultHandshakeMax = 5 * time.Second
-	defaultBootstrap    = 8998 // of Mooncake and of SGLang
-	// how long Mooncake's prefill engine keeps unread blocks, and how much longer its reader waits
-	mooncakeLease  = 480 * time.Second
-	mooncakeMargin = 60 * time.Second
-	// SGLang: how long each side waits for the other one, and how long a decode engine needs to find its
-	// prefill engine dead
-	sglangWait    = 300 * time.Second
-	sglangMissing = 10 * time.Second
-	// NIXL push: how long a prefill engine remembers a decode engine that waits
-	pushRegistration = 480 * time.Second
 )
 
-// KVTransfer says how this engine moves blocks: --kv-transfer-config or SGLang's --disaggregation-mode, what
-// the --sim-transfer flags add to it, and the environment.
+// KVTransfer says how this engine moves blocks: --kv-transfer-config, what the --sim-transfer flags add to
+// it, and the environment.
 type KVTransfer struct {
 	Connector Connector
 	Role      string
@@ -195,10 +170,8 @@ type KVTransfer struct {
 	Recompute bool          // kv_load_failure_policy: compute what could not be loaded, instead of failing
 	Lease     time.Duration // kv_lease_duration; 0 = the connector's default
 
-	SideHost      string // where the side channel listens, and what is told of it; "" = the API's host
-	SidePort      int    // its port for rank 0, the others add their rank; 0 = any free one
-	BootstrapPort int    // of Mooncake's and SGLang's bootstrap server; 0 = any free one
-	Bootstrap     string // host:port of one that runs elsewhere: this engine starts none (Mooncake)
+	SideHost string // where the side channel listens, and what is told of it; "" = the API's host
+	SidePort int    // its port for rank 0, the others add their rank; 0 = any free one
 
 	TokenBytes   int           // KV of one token
 	GBps         float64       // what a prefill rank sends, in 10^9 bytes per second
@@ -238,8 +211,7 @@ func (k *KVTransfer) parse(text string) error {
 		return fmt.Errorf("want a JSON object of vLLM's kv transfer settings: %w", err)
 	}
 	var extra struct {
-		Lease     *float64 `json:"kv_lease_duration"`
-		Bootstrap string   `json:"bootstrap_server_address"`
+		Lease *float64 `json:"kv_lease_duration"`
 	}
 	if len(in.Extra) > 0 {
 		if err := json.Unmarshal(in.Extra, &extra); err != nil {
@@ -254,7 +226,7 @@ func (k *KVTransfer) parse(text string) error {
 	if in.Connector == "NixlPullConnector" {
 		in.Connector = string(ConnectorNixl)
 	}
-	k.Connector, k.Recompute, k.Bootstrap = Connector(in.Connector), in.Policy == "recompute", extra.Bootstrap
+	k.Connector, k.Recompute = Connector(in.Connector), in.Policy == "recompute"
 	if in.EngineID != nil {
 		k.EngineID = *in.EngineID
 	}
@@ -270,26 +242,13 @@ func (k *KVTransfer) parse(text string) error {
 	return k.validate()
 }
 
-// disaggregation takes SGLang's --disaggregation-mode.
-func (k *KVTransfer) disaggregation(mode string) error {
-	k.Connector, k.Role = ConnectorSGLang, RoleProducer
-	switch mode {
-	case "decode":
-		k.Role = RoleConsumer
-	case "null":
-		k.Connector, k.Role = ConnectorNone, ""
-	}
-	return nil
-}
-
 func (k *KVTransfer) validate() error {
 	switch k.Connector {
 	case ConnectorNone:
 		return nil
-	case ConnectorNixl, ConnectorNixlPush, ConnectorMooncake, ConnectorSGLang:
+	case ConnectorNixl:
 	default:
-		return fmt.Errorf("kv_connector %q: the simulated engine has %s, %s and %s", k.Connector,
-			ConnectorNixl, ConnectorNixlPush, ConnectorMooncake)
+		return fmt.Errorf("kv_connector %q: the simulated engine has %s only", k.Connector, ConnectorNixl)
 	}
 	switch {
 	case k.Role != RoleProducer && k.Role != RoleConsumer && k.Role != RoleBoth:
@@ -306,41 +265,8 @@ func (k *KVTransfer) validate() error {
 // active reports whether the engine moves blocks at all.
 func (k *KVTransfer) active() bool { return k.Connector != ConnectorNone }
 
-// isNixl reports whether engines meet over the side channel that the parameters name.
-func (k *KVTransfer) isNixl() bool {
-	return k.Connector == ConnectorNixl || k.Connector == ConnectorNixlPush
-}
-
 // lease is how long the blocks of an ended prefill leg are kept.
-func (k *KVTransfer) lease() time.Duration {
-	switch k.Connector {
-	case ConnectorMooncake:
-		return mooncakeLease
-	case ConnectorSGLang:
-		return sglangWait
-	default:
-		return cmp.Or(k.Lease, em.DefaultLease)
-	}
-}
-
-// hasBootstrap reports whether this process runs a bootstrap server: prefill engines do, decode engines ask.
-func (k *KVTransfer) hasBootstrap(dpRank int) bool {
-	switch k.Connector { //nolint:exhaustive // the others have none
-	case ConnectorMooncake:
-		return k.Role != RoleConsumer && k.Bootstrap == ""
-	case ConnectorSGLang:
-		return k.Role == RoleProducer && dpRank == 0
-	}
-	return false
-}
-
-// mode is the transfer_mode of NIXL's parameters, which must be equal on both sides.
-func (k *KVTransfer) mode() string {
-	if k.Connector == ConnectorNixlPush {
-		return "push"
-	}
-	return "pull"
-}
+func (k *KVTransfer) lease() time.Duration { return cmp.Or(k.Lease, em.DefaultLease) }
 
 // transferTime is how long a prefill rank needs to send that many blocks.
 func (c *Config) transferTime(blocks int) time.Duration {
@@ -355,8 +281,8 @@ func (c *Config) transferBytes(blocks int) int {
 
 // compat is what two engines must share to pair: version, model as it is written, and the form of the blocks.
 func (c *Config) compat() string {
-	return fmt.Sprintf("%s %s block_size=%d token_bytes=%d %s %s", Version, cmp.Or(c.Root, c.Names[0]),
-		c.Model.BlockSize, c.Transfer.TokenBytes, c.Transfer.Connector, c.Transfer.mode())
+	return fmt.Sprintf("%s %s block_size=%d token_bytes=%d %s", Version, cmp.Or(c.Root, c.Names[0]),
+		c.Model.BlockSize, c.Transfer.TokenBytes, c.Transfer.Connector)
 }
 
 // sideHost is where the side channel listens.
@@ -376,21 +302,15 @@ func transferFromEnv(k *KVTransfer) error {
 	if host := os.Getenv("VLLM_NIXL_SIDE_CHANNEL_HOST"); host != "" {
 		k.SideHost = host
 	}
-	for name, target := range map[string]*int{
-		"VLLM_NIXL_SIDE_CHANNEL_PORT": &k.SidePort, "VLLM_MOONCAKE_BOOTSTRAP_PORT": &k.BootstrapPort,
-	} {
-		text := os.Getenv(name)
-		if text == "" {
-			continue
-		}
-		n, err := strconv.Atoi(text)
-		if err != nil || n < 0 || n > 65535 {
-			return fmt.Errorf("%s is %q: want a port", name, text)
-		}
-		*target = n
+	const name = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+	text := os.Getenv(name)
+	if text == "" {
+		return nil
 	}
+	n, err := strconv.Atoi(text)
+	if err != nil || n < 0 || n > 65535 {
+		return fmt.Errorf("%s is %q: want a port", name, text)
+	}
+	k.SidePort = n
 	return nil
 }
-
-// transferRanks is how many prefill ranks share a bootstrap server.
-func (c *Config) transferRanks() int { return max(1, c.DPSize, c.InternalLB) }

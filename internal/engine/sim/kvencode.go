@@ -10,7 +10,6 @@ import (
 // kvEncoder writes the batches of one rank in the msgpack that the imitated publishers write: order of keys,
 // types and widths as captured. Not safe for concurrent use.
 type kvEncoder struct {
-	format KVFormat
 	hash   KVHash
 	window bool
 	block  int // tokens per block
@@ -30,7 +29,7 @@ type digest struct {
 
 func newKVEncoder(k *KVEvents, block, rank int) *kvEncoder {
 	return &kvEncoder{
-		format: k.Format, hash: k.Hash, window: k.SlidingWindow, block: block, rank: rank,
+		hash: k.Hash, window: k.SlidingWindow, block: block, rank: rank,
 		digests: map[uint64]*digest{},
 	}
 }
@@ -38,7 +37,7 @@ func newKVEncoder(k *KVEvents, block, rank int) *kvEncoder {
 // batch is [ts, events, rank] for the changes of one step; the result is the caller's.
 func (e *kvEncoder) batch(ts float64, events []em.BlockEvent) []byte {
 	e.b = e.b[:0]
-	e.array(map[bool]int{true: 2, false: 3}[e.format == KVOldSGLang])
+	e.array(3)
 	e.b = binary.BigEndian.AppendUint64(append(e.b, 0xcb), math.Float64bits(ts))
 	groups := 1
 	if e.window {
@@ -50,9 +49,7 @@ func (e *kvEncoder) batch(ts float64, events []em.BlockEvent) []byte {
 			e.event(&events[i], g)
 		}
 	}
-	if e.format != KVOldSGLang {
-		e.uint(uint64(e.rank)) //nolint:gosec // ranks are not negative
-	}
+	e.uint(uint64(e.rank)) //nolint:gosec // ranks are not negative
 	return append(make([]byte, 0, len(e.b)), e.b...)
 }
 
@@ -70,104 +67,64 @@ func (e *kvEncoder) event(ev *em.BlockEvent, group int) {
 
 func (e *kvEncoder) cleared() {
 	clear(e.digests)
-	e.tag(1, "AllBlocksCleared", 1)
+	e.tag(1, "AllBlocksCleared")
 }
 
-// tag begins an event: as a map of fields members, the type first, or as an array.
-func (e *kvEncoder) tag(fields int, name string, elements int) {
-	if e.format != KVMap {
-		e.array(elements)
-		e.text(name)
-		return
-	}
+// tag begins an event: a map of fields members, the type first.
+func (e *kvEncoder) tag(fields int, name string) {
 	e.b = append(e.b, 0x80|byte(fields)) //nolint:gosec // below 16
-	e.member("type")
+	e.text("type")
 	e.text(name)
 }
 
-// member writes the name of a map's member; arrays have none.
-func (e *kvEncoder) member(name string) {
-	if e.format == KVMap {
-		e.text(name)
-	}
-}
-
 func (e *kvEncoder) removed(hash uint64, group int) {
-	e.tag(4, "BlockRemoved", map[bool]int{true: 2, false: 3}[e.format == KVOldSGLang])
-	e.member("block_hashes")
+	e.tag(4, "BlockRemoved")
+	e.text("block_hashes")
 	e.array(1)
 	e.goneHash(hash, group)
-	if e.format == KVOldSGLang {
-		return
-	}
-	e.member("medium")
+	e.text("medium")
 	e.text("GPU")
-	if e.format == KVMap {
-		e.member("group_idx")
-		e.uint(uint64(group)) //nolint:gosec // 0 or 1
-	}
+	e.text("group_idx")
+	e.uint(uint64(group)) //nolint:gosec // 0 or 1
 }
 
 func (e *kvEncoder) stored(c *em.TokenContent, first, count, group int) {
-	salted := first == 0 && c.Salt() != ""
-	e.tag(11, "BlockStored", e.elements(salted))
+	e.tag(11, "BlockStored")
 	from := first
 	if group > 0 {
 		from = first + count - 1 // a window keeps the last block of a span and tells no others
 	}
-	e.member("block_hashes")
+	e.text("block_hashes")
 	e.array(first + count - from)
 	for i := from; i < first+count; i++ {
 		e.storedHash(c, i, group)
 	}
-	e.member("parent_block_hash")
+	e.text("parent_block_hash")
 	e.parent(c, first)
-	e.member("token_ids")
+	e.text("token_ids")
 	e.ids(c, first, count)
-	e.member("block_size")
+	e.text("block_size")
 	e.uint(uint64(e.block)) //nolint:gosec // positive
-	e.member("lora_id")
+	e.text("lora_id")
 	e.null()
-	if e.format == KVOldSGLang {
-		return
-	}
-	e.member("medium")
+	e.text("medium")
 	e.text("GPU")
-	if e.format == KVMap || salted {
-		e.member("lora_name")
-		e.null()
-		e.member("extra_keys")
-		e.extra(c, first+count-from, salted)
-	}
-	if e.format == KVMap {
-		e.member("group_idx")
-		e.uint(uint64(group)) //nolint:gosec // 0 or 1
-		e.member("kv_cache_spec_kind")
-		e.text([...]string{"full_attention", "sliding_window"}[group])
-	}
-}
-
-// elements is the length of a stored event's array: up to the last one that says something.
-func (e *kvEncoder) elements(salted bool) int {
-	switch {
-	case e.format == KVOldSGLang:
-		return 6
-	case salted:
-		return 9
-	}
-	return 7
-}
-
-func (e *kvEncoder) extra(c *em.TokenContent, count int, salted bool) {
-	e.array(count)
-	for i := range count {
-		if i == 0 && salted {
+	e.text("lora_name")
+	e.null()
+	e.text("extra_keys")
+	e.array(first + count - from)
+	for i := from; i < first+count; i++ {
+		if i == 0 && c.Salt() != "" {
 			e.array(1)
 			e.text(c.Salt())
 			continue
 		}
 		e.null()
 	}
+	e.text("group_idx")
+	e.uint(uint64(group)) //nolint:gosec // 0 or 1
+	e.text("kv_cache_spec_kind")
+	e.text([...]string{"full_attention", "sliding_window"}[group])
 }
 
 func (e *kvEncoder) parent(c *em.TokenContent, first int) {

@@ -414,8 +414,5 @@ func (p *kvPublisher) reply(c *zmtp.Conn, topic string, seq uint64, payload []by
 		case <-p.quit:
 		}
 	}
-	if p.set.Format == KVMap {
-		return c.Send(nil, []byte(topic), seqFrame(seq), payload)
-	}
-	return c.Send(nil, seqFrame(seq), payload)
+	return c.Send(nil, []byte(topic), seqFrame(seq), payload)
 }

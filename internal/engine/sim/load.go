@@ -27,27 +27,13 @@ type legs struct {
 	wg     sync.WaitGroup
 }
 
-// prepareLegs reads what the parameters of a call want of this engine. A role that the connector does not
-// allow ends the engine, as an assertion does in the real one.
+// prepareLegs reads what the parameters of a call want of this engine.
 func prepareLegs(ex *exchange, c *call) *legs {
 	p := c.plan.params
-	if ex == nil {
+	if ex == nil || !p.wantsLease() && !p.wantsBlocks() {
 		return nil
 	}
 	l := &legs{ex: ex, call: c, params: p}
-	if c.plan.meeting != nil {
-		l.meet()
-		return l
-	}
-	if !p.wantsLease() && !p.wantsBlocks() {
-		return nil
-	}
-	set := &ex.cfg.Transfer
-	if set.Connector == ConnectorMooncake &&
-		(p.wantsLease() && set.Role == RoleConsumer || p.wantsBlocks() && set.Role == RoleProducer) {
-		ex.kill("the parameters are for another role than " + set.Role)
-		return nil
-	}
 	suffix := ""
 	for i := range c.choices {
 		if i%c.plan.n == 0 {
@@ -56,7 +42,7 @@ func prepareLegs(ex *exchange, c *call) *legs {
 		ch := &c.choices[i]
 		name := ch.engineName()
 		if p.wantsLease() && ex.faults.hit(ModeTransferNull) == nil {
-			l.keep(ch, name, suffix)
+			ch.req.Lease = name + "-" + suffix // its blocks are kept
 		}
 		if p.wantsBlocks() && c.plan.promptLogprobs < 0 {
 			ch.req.Remote = true
@@ -65,20 +51,6 @@ func prepareLegs(ex *exchange, c *call) *legs {
 		}
 	}
 	return l
-}
-
-// keep makes a sequence of a prefill leg leave its blocks behind.
-func (l *legs) keep(ch *choice, name, suffix string) {
-	switch l.ex.cfg.Transfer.Connector { //nolint:exhaustive // none and SGLang have no such parameters
-	case ConnectorNixlPush:
-		ch.offer = name
-	case ConnectorMooncake:
-		if ch.offer = l.params.text("transfer_id"); ch.offer == "" || ch.req.Ending != em.FinishLength {
-			ch.offer = "" // an answer that stops frees its blocks
-			return
-		}
-	}
-	ch.req.Lease = name + "-" + suffix
 }
 
 // start runs the loads beside the handler; end ends them.
@@ -106,7 +78,7 @@ func (l *legs) end() {
 
 // answer is kv_transfer_params of the answer: those of the first prompt's last sequence.
 func (l *legs) answer() any {
-	if l == nil || !l.ex.cfg.Transfer.isNixl() {
+	if l == nil {
 		return jsonNull
 	}
 	ch := &l.call.choices[l.call.plan.n-1]
@@ -114,15 +86,11 @@ func (l *legs) answer() any {
 		return jsonNull
 	}
 	cfg := l.ex.cfg
-	out := pullAnswer{
+	return &pullAnswer{
 		RemotePrefill: true, Blocks: [][]int32{ch.kept}, Engine: l.ex.id, Request: ch.req.Lease,
 		Host: cfg.sideHost(), Port: l.ex.side.port(), TP: cfg.TensorParallel, DCP: 1, PP: 1,
-		Tokens: ch.req.Computed(), Mode: cfg.Transfer.mode(), Cached: ch.req.Cached(),
+		Tokens: ch.req.Computed(), Mode: "pull", Cached: ch.req.Cached(),
 	}
-	if cfg.Transfer.Connector == ConnectorNixl {
-		out.Expiry = jsonNull
-	}
-	return &out
 }
 
 // cached is what usage tells for a decode leg in the place of the engine's own number: that of the prefill
@@ -139,8 +107,7 @@ func (l *legs) cached(own int) int {
 
 // release tells a prefill engine that nobody will read the blocks of these parameters.
 func (e *exchange) release(ctx context.Context, p *legParams) {
-	if e == nil || !e.cfg.Transfer.isNixl() || p == nil || !p.wantsBlocks() ||
-		p.text("remote_request_id") == "" {
+	if e == nil || p == nil || !p.wantsBlocks() || p.text("remote_request_id") == "" {
 		return
 	}
 	engine := p.text("remote_engine_id")
@@ -161,10 +128,6 @@ type load struct {
 	params *legParams
 	name   string   // of the request inside the engine, without its suffix
 	need   chan int // the engine says how many blocks it wants; one slot, used once
-
-	room      uint64 // SGLang: where its halves meet,
-	prefill   int    // the rank of the prefill engine, -1 = not said,
-	bootstrap string // and the address of its bootstrap server
 
 	text string // of the error that a failed load ends its request with; written before the engine is told
 }
@@ -222,9 +185,6 @@ func (l *load) run(ctx context.Context) {
 
 // abandon is for a client that left, or a request that the engine refused.
 func (l *load) abandon(ctx context.Context) {
-	if l.ex.cfg.Transfer.Connector != ConnectorNixl {
-		return
-	}
 	if name, bad := l.params.lacks(pullKeys()); bad && l.params.isTrue("remote_block_ids") {
 		l.ex.kill("KeyError: " + name)
 		return
@@ -232,18 +192,10 @@ func (l *load) abandon(ctx context.Context) {
 	l.ex.release(ctx, l.params)
 }
 
-// fetch is one transfer, by whatever way.
+// fetch is one transfer.
 func (l *load) fetch(ctx context.Context, need int) ([]em.BlockKV, float64, error) {
 	if l.ex.faults.hit(ModeTransferFail) != nil {
 		return nil, 0, errors.New(msgInjected)
-	}
-	switch l.ex.cfg.Transfer.Connector { //nolint:exhaustive // none has no parameters
-	case ConnectorNixlPush:
-		return l.awaitPush(ctx, need)
-	case ConnectorMooncake:
-		return l.awaitMooncake(ctx, need)
-	case ConnectorSGLang:
-		return l.awaitRoom(ctx, need)
 	}
 	return l.pull(ctx, need)
 }
@@ -287,35 +239,11 @@ func outlasting(ctx context.Context, grace time.Duration) (longer context.Contex
 	return longer, func() { forget(); cancel() }
 }
 
-// awaitPush registers at the prefill engine, which writes the blocks when its own leg of the same name has
-// ended. Nothing bounds it.
-func (l *load) awaitPush(ctx context.Context, need int) ([]em.BlockKV, float64, error) {
-	p := l.params
-	if name, bad := p.lacks(pushKeys()); bad {
-		return nil, 0, because(errKillsEngine, "KeyError: "+name)
-	}
-	engine := p.text("remote_engine_id")
-	addr, err := l.ex.peers.reach(ctx, engine, p.address())
-	if err != nil {
-		return nil, 0, err
-	}
-	kv, took, err := l.ex.peers.read(ctx, addr, &sideMessage{
-		Op: sideRegister, Engine: engine, Request: l.name, Count: need,
-	})
-	if err != nil && !errors.Is(err, errRefused) {
-		err = because(errNeverComes, err.Error())
-	}
-	return kv, took, err
-}
-
 func because(kind error, cause string) error { return fmt.Errorf("%w: %s", kind, cause) }
 
 // heartbeats tell a known prefill engine that the request still waits; the result stops them. There are none
 // before the two engines have met.
 func (l *load) heartbeats(ctx context.Context) (stop func()) {
-	if l.ex.cfg.Transfer.Connector != ConnectorNixl {
-		return func() {}
-	}
 	ctx, cancel := context.WithCancel(ctx)
 	var wg sync.WaitGroup
 	wg.Go(func() {
@@ -407,8 +335,6 @@ func pullKeys() []string {
 	return []string{"remote_engine_id", "remote_request_id", "remote_host", "remote_port"}
 }
 
-func pushKeys() []string { return append(pullKeys(), "tp_size", "pp_size") }
-
 // lacks is the first of names that is not there.
 func (p *legParams) lacks(names []string) (string, bool) {
 	for _, name := range names {
@@ -432,7 +358,7 @@ type pullAnswer struct {
 	DCP           int       `json:"dcp_size"`
 	PP            int       `json:"pp_size"`
 	Tokens        int       `json:"remote_num_tokens"`
-	Expiry        any       `json:"remote_blocks_expiry_time,omitempty"` // null, and not there for push
+	Expiry        *int      `json:"remote_blocks_expiry_time"` // always null
 	Mode          string    `json:"transfer_mode"`
 	Cached        int       `json:"remote_prefill_cached_tokens"`
 }

@@ -16,8 +16,6 @@ const (
 // plan is a checked generation request.
 type plan struct {
 	chat    bool
-	form    form
-	reply   reply // of /v1/responses
 	id      string
 	model   string
 	created int64 // unix seconds
@@ -37,8 +35,7 @@ type plan struct {
 	salt string
 	rank int // -1 = not pinned
 
-	params  *legParams // of the transfer of blocks; never nil
-	meeting *meeting   // SGLang's; nil = not one of its legs
+	params *legParams // of the transfer of blocks; never nil
 }
 
 // streaming says how an answer is cut into events.

@@ -3,7 +3,6 @@ package sim
 import (
 	"context"
 	"runtime"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -27,10 +26,8 @@ type rank struct {
 	load  atomic.Int64 // requests inside, for internal load balancing
 	kick  chan struct{}
 
-	inMu   sync.Mutex
-	inbox  []em.Input
-	paused bool
-	held   []em.Input // requests that came while it is paused
+	inMu  sync.Mutex
+	inbox []em.Input
 
 	mu     sync.Mutex // core and meters: also read by /metrics
 	core   *em.Core
@@ -106,54 +103,9 @@ func (r *rank) turn(spare []em.Input) (time.Duration, []em.Input) {
 // submit hands in what is not a request: few and never refused.
 func (r *rank) submit(in em.Input) {
 	r.inMu.Lock()
-	if in.Kind == em.InputAbortAll || in.Kind == em.InputKill {
-		r.release()
-	}
 	r.inbox = append(r.inbox, in)
 	r.inMu.Unlock()
 	r.wake()
-}
-
-// release hands in what was held back; under inMu.
-func (r *rank) release() {
-	r.inbox = append(r.inbox, r.held...)
-	r.held = nil
-}
-
-// releaseCall hands in what was held back of one call, because it ends; under inMu.
-func (r *rank) releaseCall(c *call) {
-	if len(r.held) == 0 {
-		return
-	}
-	r.held = slices.DeleteFunc(r.held, func(in em.Input) bool {
-		ch, _ := in.Req.User.(*choice)
-		if ch.call == c {
-			r.inbox = append(r.inbox, in)
-		}
-		return ch.call == c
-	})
-}
-
-// pause holds back the requests that come from now on.
-func (r *rank) pause() {
-	r.inMu.Lock()
-	defer r.inMu.Unlock()
-	r.paused = true
-}
-
-// resume ends a pause.
-func (r *rank) resume() {
-	r.inMu.Lock()
-	r.paused = false
-	r.release()
-	r.inMu.Unlock()
-	r.wake()
-}
-
-func (r *rank) isPaused() bool {
-	r.inMu.Lock()
-	defer r.inMu.Unlock()
-	return r.paused
 }
 
 // add hands in all sequences of a call, as one; false = the inbox is full.
@@ -162,23 +114,14 @@ func (r *rank) add(c *call) bool { return r.submitAll(c, em.InputAdd) }
 // abort takes the sequences of a call out of the engine.
 func (r *rank) abort(c *call) { r.submitAll(c, em.InputAbort) }
 
-// cancel ends the sequences of a call with finish_reason abort.
-func (r *rank) cancel(c *call) { r.submitAll(c, em.InputCancel) }
-
 func (r *rank) submitAll(c *call, kind em.InputKind) bool {
 	r.inMu.Lock()
-	if kind == em.InputAdd && len(r.inbox)+len(r.held)+len(c.choices) > maxInbox {
+	if kind == em.InputAdd && len(r.inbox)+len(c.choices) > maxInbox {
 		r.inMu.Unlock()
 		return false
 	}
-	to := &r.inbox
-	if kind == em.InputAdd && r.paused {
-		to = &r.held
-	} else if kind != em.InputAdd {
-		r.releaseCall(c)
-	}
 	for i := range c.choices {
-		*to = append(*to, em.Input{Kind: kind, Req: &c.choices[i].req})
+		r.inbox = append(r.inbox, em.Input{Kind: kind, Req: &c.choices[i].req})
 	}
 	r.inMu.Unlock()
 	r.wake()
@@ -248,9 +191,6 @@ func (r *rank) pass(e *em.Effect) {
 // keep notes the blocks that the end of a sequence left behind.
 func (r *rank) keep(c *choice) {
 	c.kept = toldBlocks(c.req.Kept())
-	if c.offer != "" && len(c.kept) > 0 {
-		r.exchange.offers.add(c.offer, c.req.Lease, c.kept)
-	}
 }
 
 // isDead reports whether the engine core is gone.

@@ -64,76 +64,48 @@ func (s api) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 // authorized checks the key on the routes that are guarded by one.
 func (s api) authorized(r *http.Request) bool {
-	if s.cfg.APIKey == "" || !strings.HasPrefix(r.URL.Path, "/v1") && !strings.HasPrefix(r.URL.Path, "/v2") &&
-		!strings.HasPrefix(r.URL.Path, "/inference") {
+	if s.cfg.APIKey == "" || !strings.HasPrefix(r.URL.Path, "/v1") {
 		return true
 	}
 	key, ok := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
 	return ok && subtle.ConstantTimeCompare([]byte(key), []byte(s.cfg.APIKey)) == 1
 }
 
-// endpoint is what a path answers: to which methods, the one that Allow names first, and under which flag.
+// endpoint is what a path answers: to which methods, the one that Allow names first.
 type endpoint struct {
 	methods []string
-	guard   guard
+	isDev   bool // it needs the development mode; without it there is no such route
 	serve   func(s api, w http.ResponseWriter, r *http.Request)
 }
-
-// guard is what a route needs.
-type guard uint8
-
-const (
-	everyone    guard = iota
-	development       // the development mode; without it there is no such route
-	scaleOut          // a flag; without it the route is forbidden
-)
 
 var (
 	onlyGet  = []string{http.MethodGet}
 	onlyPost = []string{http.MethodPost}
 
 	endpoints = map[string]endpoint{
-		"/v1/completions":      {onlyPost, everyone, api.generate},
-		"/v1/chat/completions": {onlyPost, everyone, api.generate},
-		"/v1/responses":        {onlyPost, everyone, api.generate},
-		"/v1/messages":         {onlyPost, everyone, api.generate},
-		"/health":              {onlyGet, everyone, api.health},
-		"/ping":                {[]string{http.MethodGet, http.MethodPost}, everyone, api.health},
-		"/v1/models":           {onlyGet, everyone, api.models},
-		"/version":             {onlyGet, everyone, api.version},
-		"/load":                {onlyGet, everyone, api.serverLoad},
-		"/metrics":             {onlyGet, everyone, api.serveMetrics},
-		"/kv_event_sources":    {onlyGet, everyone, api.kvSources},
-		"/tokenize":            {onlyPost, everyone, api.tokenize},
-		"/detokenize":          {onlyPost, everyone, api.detokenize},
-
-		"/reset_prefix_cache": {onlyPost, development, api.resetCache},
-		"/pause":              {onlyPost, development, pauseRanks},
-		"/resume":             {onlyPost, development, resumeRanks},
-		"/is_paused":          {onlyGet, development, isPaused},
-		"/is_sleeping":        {onlyGet, development, isSleeping},
-		"/get_world_size":     {onlyGet, development, worldSize},
-		"/abort_requests":     {onlyPost, development, abortRequests},
-
-		"/inference/v1/generate":       {onlyPost, scaleOut, api.generate},
-		"/inference/v1/abort_requests": {onlyPost, scaleOut, abortListed},
-		"/v1/completions/render":       {onlyPost, scaleOut, render},
-		"/v1/chat/completions/render":  {onlyPost, scaleOut, render},
+		"/v1/completions":      {onlyPost, false, api.completions},
+		"/v1/chat/completions": {onlyPost, false, api.chats},
+		"/health":              {onlyGet, false, api.health},
+		"/ping":                {[]string{http.MethodGet, http.MethodPost}, false, api.health},
+		"/v1/models":           {onlyGet, false, api.models},
+		"/version":             {onlyGet, false, api.version},
+		"/metrics":             {onlyGet, false, api.serveMetrics},
+		"/kv_event_sources":    {onlyGet, false, api.kvSources},
+		"/tokenize":            {onlyPost, false, api.tokenize},
+		"/detokenize":          {onlyPost, false, api.detokenize},
+		"/reset_prefix_cache":  {onlyPost, true, api.resetCache},
+		"/is_sleeping":         {onlyGet, true, api.isSleeping},
 	}
 )
 
 func (s api) route(w http.ResponseWriter, r *http.Request) {
 	to, known := endpoints[r.URL.Path]
 	switch {
-	case !known, to.guard == development && !s.cfg.DevMode:
+	case !known, to.isDev && !s.cfg.DevMode:
 		s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
 	case !slices.Contains(to.methods, r.Method):
 		w.Header().Set("Allow", to.methods[0])
 		s.writeJSON(w, http.StatusMethodNotAllowed, []byte(`{"detail":"Method Not Allowed"}`))
-	case to.guard == scaleOut && !s.cfg.ScaleOut:
-		s.fail(w, &apiError{
-			status: http.StatusForbidden, kind: "PermissionDeniedError", message: msgScaleOut,
-		})
 	default:
 		to.serve(s, w, r)
 	}
@@ -151,14 +123,6 @@ func (s api) health(w http.ResponseWriter, _ *http.Request) {
 
 func (s api) version(w http.ResponseWriter, _ *http.Request) {
 	s.writeJSON(w, http.StatusOK, []byte(`{"version":"`+Version+`"}`))
-}
-
-func (s api) serverLoad(w http.ResponseWriter, _ *http.Request) {
-	n := 0
-	if s.cfg.LoadTracking {
-		n = s.active.count()
-	}
-	s.writeJSON(w, http.StatusOK, fmt.Appendf(nil, `{"server_load":%d}`, n))
 }
 
 // modelFormat is an entry of /v1/models: name, time, root, model length, a random id.
@@ -276,6 +240,11 @@ func (s api) resetCache(w http.ResponseWriter, r *http.Request) {
 		r.wake()
 	}
 	s.writeJSON(w, http.StatusOK, []byte(`{"success":`+strconv.FormatBool(ok)+`}`))
+}
+
+// isSleeping answers GET /is_sleeping of the development mode.
+func (s api) isSleeping(w http.ResponseWriter, _ *http.Request) {
+	s.writeJSON(w, http.StatusOK, fmt.Appendf(nil, `{"is_sleeping":%t}`, s.faults.is(ModeKVSleep)))
 }
 
 // textBody is the common beginning of the tokenizer routes.

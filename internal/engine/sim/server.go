@@ -54,19 +54,16 @@ type Server struct {
 	ids     atomic.Uint64
 	faults  faults
 	active  *inflight
-	calls   callTable
 	started time.Time
 
 	stopping atomic.Bool
 	dead     atomic.Bool
 
-	http *http.Server
-	gate *gate
-	link *link
-	// nil: decode engines do not find this one by a server
-	bootstrap *bootstrap
-	cancel    context.CancelFunc
-	wg        sync.WaitGroup
+	http   *http.Server
+	gate   *gate
+	link   *link
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
 
 	end     serverEnd
 	headers struct{ server, vary, json []string } // shared by all answers
@@ -147,12 +144,12 @@ func (s *Server) Listen(ctx context.Context) error {
 	again := context.WithoutCancel(ctx) // the engine outlives its start
 	s.gate = newGate(inner, func() (net.Listener, error) { return s.cfg.listen(again, addr) })
 	s.begin(again)
-	return registerRanks(ctx, s)
+	return nil
 }
 
 // openKV opens the sockets of events and transfers before the port, so that they exist when a client asks for
 // them.
-func (s *Server) openKV(ctx context.Context) (err error) {
+func (s *Server) openKV(ctx context.Context) error {
 	for _, r := range s.ranks {
 		if r.kv != nil {
 			if err := r.kv.open(ctx); err != nil {
@@ -165,10 +162,7 @@ func (s *Server) openKV(ctx context.Context) (err error) {
 			}
 		}
 	}
-	if s.cfg.Transfer.hasBootstrap(s.cfg.DPRank) {
-		s.bootstrap, err = openBootstrap(ctx, s)
-	}
-	return err
+	return nil
 }
 
 func (s *Server) closeKV() {
@@ -179,9 +173,6 @@ func (s *Server) closeKV() {
 		if r.exchange != nil {
 			r.exchange.close()
 		}
-	}
-	if s.bootstrap != nil {
-		s.bootstrap.close()
 	}
 }
 

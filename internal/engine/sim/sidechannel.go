@@ -29,8 +29,6 @@ const (
 	sideBeat = "heartbeat"
 	// sideFree: this request's blocks are not needed. No answer.
 	sideFree = "free"
-	// sideRegister: send the last count blocks of the request of this key when it has ended.
-	sideRegister = "register"
 )
 
 const (
@@ -44,7 +42,6 @@ const (
 const (
 	sideOtherEngine  = "another engine"
 	sideNoSuchBlocks = "no such blocks"
-	sideTooFewBlocks = "too few blocks"
 )
 
 // sideMessage is a question or an answer.
@@ -52,9 +49,8 @@ type sideMessage struct {
 	Op      string   `json:"op,omitempty"`
 	Engine  string   `json:"engine,omitempty"` // of the prefill engine
 	Compat  string   `json:"compat,omitempty"`
-	Request string   `json:"request,omitempty"` // read, heartbeat, free: the lease; register: the key
+	Request string   `json:"request,omitempty"` // the lease
 	Blocks  []int32  `json:"blocks,omitempty"`  // as in parameters: from 1 on
-	Count   int      `json:"count,omitempty"`   // register: how many blocks are wanted
 	KV      []uint64 `json:"kv,omitempty"`      // four numbers per block
 	TookS   float64  `json:"took_s,omitempty"`  // how long the transfer took
 	Error   string   `json:"error,omitempty"`
@@ -97,8 +93,8 @@ func readSide(r io.Reader) (m sideMessage, err error) {
 	if err = json.Unmarshal(body.Bytes(), &m); err != nil {
 		return m, fmt.Errorf("%w: %w", errSideFrame, err)
 	}
-	if len(m.KV)%kvNumbers != 0 || m.Count < 0 {
-		return m, fmt.Errorf("%w: %d numbers, count %d", errSideFrame, len(m.KV), m.Count)
+	if len(m.KV)%kvNumbers != 0 {
+		return m, fmt.Errorf("%w: %d numbers", errSideFrame, len(m.KV))
 	}
 	return m, nil
 }
@@ -144,7 +140,7 @@ func poolBlocks(ids []int32) []int32 {
 	return out
 }
 
-// maxSideConns bounds the connections of a side channel; a decode request that waits for a push has one.
+// maxSideConns bounds the connections of a side channel.
 const maxSideConns = 4096
 
 // sideServer is the side channel of one rank: what other engines ask of it. close ends it.
@@ -250,8 +246,7 @@ func (s *sideServer) serve(c net.Conn) {
 
 // answer is what a question gets; nil = none. The lease that it names ends when the answer was written.
 func (s *sideServer) answer(m *sideMessage, gone <-chan struct{}) *sideMessage {
-	isNamed := m.Op != sideMeet && s.ex.cfg.Transfer.Connector != ConnectorSGLang // whose rooms are enough
-	if isNamed && m.Engine != s.ex.id {
+	if m.Op != sideMeet && m.Engine != s.ex.id {
 		return &sideMessage{Error: sideOtherEngine, Engine: s.ex.id}
 	}
 	switch m.Op {
@@ -267,8 +262,6 @@ func (s *sideServer) answer(m *sideMessage, gone <-chan struct{}) *sideMessage {
 		s.ex.rank.submit(em.Input{Kind: em.InputLeaseRead, Name: m.Request})
 	case sideRead:
 		return s.send(m.Request, poolBlocks(m.Blocks), gone)
-	case sideRegister:
-		return s.push(m, gone)
 	}
 	return nil
 }
@@ -311,31 +304,4 @@ func (s *sideServer) transfer(blocks int, gone <-chan struct{}) (took time.Durat
 	case <-s.quit:
 	}
 	return 0, false
-}
-
-// push waits until the prefill leg of the key has ended, and sends its blocks.
-func (s *sideServer) push(m *sideMessage, gone <-chan struct{}) *sideMessage {
-	o := s.ex.offers.join(m.Request)
-	defer s.ex.offers.quit(m.Request, o)
-	forget := time.NewTimer(pushRegistration)
-	defer forget.Stop()
-	select {
-	case <-o.made:
-	case <-gone:
-		return nil
-	case <-s.quit:
-		return nil
-	case <-forget.C:
-		s.outlast(gone) // the registration is forgotten, and the decode engine is not told
-		return nil
-	}
-	lease, blocks := s.ex.offers.take(m.Request)
-	switch {
-	case lease == "": // its lease ended first
-		s.outlast(gone)
-		return nil
-	case m.Count > len(blocks):
-		return &sideMessage{Error: sideTooFewBlocks}
-	}
-	return s.send(lease, poolBlocks(blocks[len(blocks)-m.Count:]), gone)
 }

@@ -99,7 +99,6 @@ func TestEnginesThatDoNotFit(t *testing.T) {
 	for name, change := range map[string]func(*Config){
 		"block size": func(c *Config) { c.Model.BlockSize = 16 },
 		"model":      func(c *Config) { c.Root = "another/model" },
-		"mode":       func(c *Config) { c.Transfer.Connector = ConnectorNixlPush },
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := pairConfig(RoleProducer)

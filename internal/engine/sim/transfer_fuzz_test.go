@@ -5,8 +5,6 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"net"
-	"net/http"
-	"net/url"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -24,8 +22,7 @@ func sideFrame(body string) []byte {
 func FuzzSideChannel(f *testing.F) {
 	for _, body := range []string{
 		`{"op":"meet"}`, `{"op":"read","engine":"e","request":"r","blocks":[1,2,-3,2147483647]}`,
-		`{"op":"register","engine":"e","request":"r","count":3}`, `{"op":"heartbeat","engine":"e"}`,
-		`{"op":"free","engine":"e","request":"r"}`, `{"kv":[1,2,3]}`, `{"count":-1}`, `[]`,
+		`{"op":"heartbeat","engine":"e"}`, `{"op":"free","engine":"e","request":"r"}`, `{"kv":[1,2,3]}`, `[]`,
 	} {
 		f.Add(sideFrame(body))
 	}
@@ -70,7 +67,7 @@ func FuzzLegParams(f *testing.F) {
 		body := &fields{members: map[string]json.RawMessage{"kv_transfer_params": bytes.TrimSpace(raw)}}
 		p := body.transferParams()
 		_, _ = p.blocks()
-		_, _ = p.lacks(pushKeys())
+		_, _ = p.lacks(pullKeys())
 		_, _ = p.wantsLease(), p.address()
 		if ids := p.promptIDs(body); ids != nil {
 			assert.True(t, p.wantsBlocks())
@@ -78,38 +75,10 @@ func FuzzLegParams(f *testing.F) {
 	})
 }
 
-func FuzzBootstrap(f *testing.F) {
-	f.Add("GET", "/route?prefill_dp_rank=-1", []byte(nil))
-	f.Add("PUT", "/route", []byte(`{"dp_rank":0,"rank_ip":"h","rank_port":1}`))
-	f.Add("POST", "/register_dp_rank", []byte(`{"bootstrap_room":9,"dp_rank":0}`))
-	f.Add("POST", "/query_dp_ranks", []byte(`{"bootstrap_rooms":[9]}`))
-	f.Add("GET", "/query", []byte(nil))
-	c := pairConfig(RoleProducer)
-	c.Transfer.Connector = ConnectorSGLang
-	s, err := New(c)
-	require.NoError(f, err)
-	b := &bootstrap{server: s, ranks: map[int]routeInfo{}, rooms: map[uint64]int{}}
-	f.Fuzz(func(t *testing.T, method, target string, body []byte) {
-		u, err := url.ParseRequestURI(target)
-		if err != nil {
-			return
-		}
-		w := &recorded{header: http.Header{}}
-		b.ServeHTTP(w, &http.Request{Method: method, URL: u, Body: newBody(body)})
-		assert.True(t, w.status >= 200 && w.status < 600 && len(b.ranks) <= 1)
-	})
-}
-
-type memoryBody struct{ *bytes.Reader }
-
-func (memoryBody) Close() error { return nil }
-
-func newBody(b []byte) memoryBody { return memoryBody{bytes.NewReader(b)} }
-
 func FuzzTransferConfig(f *testing.F) {
 	f.Add(`{"kv_connector":"NixlConnector","kv_role":"kv_both",` +
 		`"kv_connector_extra_config":{"kv_lease_duration":3}}`)
-	f.Add(`{"kv_connector":"MooncakeConnector","kv_role":"kv_producer","engine_id":null}`)
+	f.Add(`{"kv_connector":"NixlConnector","kv_role":"kv_producer","engine_id":null}`)
 	f.Fuzz(func(t *testing.T, text string) {
 		k := defaultKVTransfer()
 		if err := k.parse(text); err != nil {
@@ -153,19 +122,9 @@ func TestTransferConfig(t *testing.T) {
 	})
 	assert.InDelta(t, 0.5, c.Schedule[0].Fault.LeaseS, 0)
 	assert.InDelta(t, 9, c.Schedule[1].Fault.Factor, 0)
-	c, _, err = ParseFlags([]string{
-		"--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "9000",
-	})
-	require.NoError(t, err)
-	assert.Equal(t, [2]any{ConnectorSGLang, 9000}, [2]any{c.Transfer.Connector, c.Transfer.BootstrapPort})
-	assert.True(t, c.Transfer.hasBootstrap(0) && !c.Transfer.hasBootstrap(1))
-	c, _, err = ParseFlags([]string{"--disaggregation-mode", "null"})
-	require.NoError(t, err)
-	assert.False(t, c.Transfer.active())
 
 	t.Setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.1")
 	t.Setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
-	t.Setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", "8998")
 	require.NoError(t, transferFromEnv(&c.Transfer))
 	assert.Equal(t, "10.0.0.1:5603", c.sideAddr(3))
 	t.Setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "many")

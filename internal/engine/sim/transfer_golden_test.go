@@ -14,14 +14,8 @@ import (
 
 // Prefill legs byte by byte as they were sent to real engines; what comes back has the captured form.
 func TestGoldenPrefillLegs(t *testing.T) {
-	for folder, connector := range map[string]Connector{
-		"pd": ConnectorNixl, "pd_push": ConnectorNixlPush,
-	} {
-		c := pairConfig(RoleProducer)
-		c.Transfer.Connector = connector
-		s := start(t, c)
-		playFolder(t, folder, func(string) *Server { return s })
-	}
+	s := start(t, pairConfig(RoleProducer))
+	playFolder(t, "pd", func(string) *Server { return s })
 }
 
 func fixtureBody(t *testing.T, name string) []byte {
@@ -48,15 +42,9 @@ func TestGoldenOrderOfParameters(t *testing.T) {
 		}
 		return names
 	}
-	for name, connector := range map[string]Connector{
-		"pd/completions.p": ConnectorNixl, "pd_push/push_decode_first.p": ConnectorNixlPush,
-	} {
-		c := pairConfig(RoleProducer)
-		c.Transfer.Connector = connector
-		_, body := ask(t, start(t, c), "/v1/completions",
-			`{"prompt":"x","max_tokens":1,"kv_transfer_params":`+prefillParams+`}`)
-		assert.Equal(t, order(fixtureBody(t, name)), order([]byte(body)))
-	}
+	_, body := ask(t, start(t, pairConfig(RoleProducer)), "/v1/completions",
+		`{"prompt":"x","max_tokens":1,"kv_transfer_params":`+prefillParams+`}`)
+	assert.Equal(t, order(fixtureBody(t, "pd/completions.p")), order([]byte(body)))
 }
 
 // The answers of decode engines that failed are the captured ones.

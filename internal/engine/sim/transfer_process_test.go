@@ -92,7 +92,6 @@ func TestTwoProcesses(t *testing.T) {
 
 func statsOf(t testing.TB, p *simProcess) (s Stats) {
 	t.Helper()
-	_, body := fetch(t, http.MethodGet, p.url()+"/_sim/stats", "")
-	require.NoError(t, json.Unmarshal([]byte(body), &s))
+	require.NoError(t, json.Unmarshal([]byte(getURL(t, p.url()+"/_sim/stats")), &s))
 	return s
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/http"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -12,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	em "github.com/dpserve/dpserve/internal/enginemodel"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // prefillParams is what every caller sends in a prefill leg of NIXL.
@@ -270,4 +272,30 @@ func TestParametersThatAreLateGiveAWrongText(t *testing.T) {
 	_, _ = ask(t, d, "/reset_prefix_cache", "")
 	_, plain = ask(t, d, "/v1/completions", completionBody(prompt, ""))
 	assert.Equal(t, want, textOf(t, plain))
+}
+
+// Two lockstep groups: each rank gives and takes blocks by itself, under its own engine id.
+func TestPullBetweenGroups(t *testing.T) {
+	groups := [2][]*Server{}
+	for i, role := range []string{RoleProducer, RoleConsumer} {
+		c := pairConfig(role)
+		c.RPCAddr = ports.TakeAddr(t)
+		group, err := startGroup(t.Context(), c, 2)
+		require.NoError(t, err)
+		for _, s := range group {
+			t.Cleanup(func() { assert.NoError(t, s.Close()) })
+		}
+		groups[i] = group
+	}
+	prompt := words(1, 70)
+	want := unbroken(t, prompt)
+	for i, p := range groups[0] {
+		params := prefill(t, p, prompt)
+		assert.Regexp(t, `"remote_engine_id":"[0-9a-f-]{36}_dp`+strconv.Itoa(i)+`"`, params)
+		for k, d := range groups[1] {
+			_, body := decode(t, d, prompt, params, fmt.Sprintf(`,"cache_salt":"%d%d"`, i, k))
+			assert.Equal(t, want, textOf(t, body))
+			params = prefill(t, p, prompt)
+		}
+	}
 }
