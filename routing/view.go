@@ -163,10 +163,11 @@ type View struct {
 
 // Hit is the part of a request's prompt that one rank holds.
 type Hit struct {
-	Rank   RankID
-	Tokens int32 // leading prompt tokens in the device's cache, whole blocks, at most L-1
-	Host   int32 // tokens behind those that are in host memory
-	Disk   int32 // tokens behind those that are on disk
+	Rank RankID `json:"r"`
+	// leading prompt tokens in the device's cache, whole blocks, at most L-1
+	Tokens int32 `json:"t"`
+	Host   int32 `json:"h,omitempty"` // tokens behind those that are in host memory
+	Disk   int32 `json:"d,omitempty"` // tokens behind those that are on disk
 }
 
 // Override replaces parameters of policy kv for one request (router_config_override).

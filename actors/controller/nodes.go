@@ -502,7 +502,9 @@ func (c *Core) applyReport(now time.Time, p *peer, r *msg.NodeReport) {
 	has := make(map[string]uint64, len(r.Units))
 	for _, e := range r.Events {
 		e.Node, has[e.Unit] = r.Node.ID, max(has[e.Unit], e.Epoch)
-		c.applyEvent(now, p.process, &e)
+		if e.Kind != msg.UnitPresent { // in the digest it says enough
+			c.applyEvent(now, p.process, &e)
+		}
 	}
 	for _, e := range r.Units {
 		e.Node, has[e.Unit] = r.Node.ID, max(has[e.Unit], e.Epoch)

@@ -1,9 +1,11 @@
 package msg
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
+	"math"
 	"strconv"
 	"time"
 
@@ -24,6 +26,31 @@ type StartRank struct {
 	Block       state.Block       // this node's port block; zero for attach
 }
 
+// Validate refuses an order out of bounds.
+func (m *StartRank) Validate() error {
+	if m.App == nil {
+		return checkBounds(false, "app")
+	}
+	b := m.Block // the zero block is that of attached engines
+	return cmp.Or(checkName(m.Unit, "unit"), checkName(m.App.Name, "app.name"),
+		checkBounds(m.Group >= 0, "group"), checkBounds(m.Epoch > 0, "epoch"),
+		checkBounds(len(m.Ranks) > 0, "ranks"), checkGrants(m.Ranks, "ranks"),
+		checkGrants(m.AllRanks, "all_ranks"),
+		checkBounds(len(b.Node) <= maxName && b.Base >= 0 && b.Base <= math.MaxUint16 && b.Size >= 0 &&
+			b.Size <= math.MaxUint16+1-b.Base, "block"))
+}
+
+func checkGrants(grants []state.RankGrant, name string) error {
+	for i := range grants {
+		g := &grants[i]
+		if err := cmp.Or(checkName(g.Node, name+".node"), checkBounds(g.Rank >= 0, name+".rank"),
+			checkBounds(g.Slot >= -1, name+".slot"), checkBounds(g.Share >= 0, name+".share")); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // StopRank ends a unit on a node: drain (if Grace > 0), stop the engines, verify that ports are free.
 // UnitEvent Gone follows.
 type StopRank struct {
@@ -31,6 +58,12 @@ type StopRank struct {
 	Epoch  uint64
 	Grace  time.Duration // for running streams; 0 = cut
 	Reason string
+}
+
+// Validate refuses an order out of bounds, and cuts its reason.
+func (m *StopRank) Validate() error {
+	cut(&m.Reason)
+	return cmp.Or(checkName(m.Unit, "unit"), checkBounds(m.Grace >= 0, "grace"))
 }
 
 // NodeAgent is the interface of the controller to a node, in-process or over gRPC. Both methods return at
@@ -75,6 +108,15 @@ type UnitEvent struct {
 	At       time.Time
 }
 
+// isKnown reports whether this version knows the kind of the event.
+func (e *UnitEvent) isKnown() bool {
+	switch e.Kind {
+	case UnitStarted, UnitReady, UnitFenced, UnitKilling, UnitDraining, UnitGone, UnitPresent:
+		return true
+	}
+	return false
+}
+
 // AssignGroup asks the RankAssigner to place, number and grant units of one group.
 type AssignGroup struct {
 	App      *app.Application
@@ -92,7 +134,19 @@ type GroupAssigned struct {
 	Err    error             // why Grant is not, or perhaps not, committed
 }
 
-// AssignReply answers assign_rank(replica_id).
+// Assign is assign_rank(replica_id).
+type Assign struct {
+	App       string
+	Group     int
+	ReplicaID string
+}
+
+// Validate refuses names out of bounds.
+func (m *Assign) Validate() error {
+	return cmp.Or(checkName(m.App, "app"), checkName(m.ReplicaID, "replica_id"))
+}
+
+// AssignReply answers Assign.
 type AssignReply struct {
 	Rank   int
 	Epoch  uint64
@@ -123,21 +177,37 @@ type Publish struct {
 	Settings string // "" = not known yet
 }
 
+// Validate refuses names out of bounds, and cuts the settings.
+func (p *Publish) Validate() error {
+	cut(&p.Settings)
+	return cmp.Or(checkName(p.Unit, "unit"), checkName(p.Addr, "addr"))
+}
+
 // Await waits for the Publish of (unit, epoch), at most the rendezvous time (120 s).
 type Await struct {
-	Ctx   context.Context // the message's cancellation
+	Ctx   context.Context `json:"-"` // the message's cancellation
 	Unit  string
 	Epoch uint64
 	Rank  int
-	Reply chan AwaitReply // one slot
+	Reply chan AwaitReply `json:"-"` // one slot
 }
 
-// AwaitReply is what rank 0 has published, or an Err that names the missing ranks.
+// Validate refuses a name out of bounds.
+func (m *Await) Validate() error { return checkName(m.Unit, "unit") }
+
+// AwaitReply is what rank 0 has published, or an Err that names the missing ranks. An answer of another node
+// without Addr says: not yet, ask again.
 type AwaitReply struct {
 	Addr     string
 	Port     int
 	Settings string // "" = not published yet
-	Err      error
+	Err      error  `json:"-"`
+}
+
+// Validate cuts the settings.
+func (r *AwaitReply) Validate() error {
+	cut(&r.Settings)
+	return nil
 }
 
 // Assigner is the RankAssigner as a DPServer or a node uses it.
@@ -176,11 +246,62 @@ type NodeReport struct {
 	// the previous process of the node had an order to end; false: it crashed, or there was none
 	AfterStop bool
 	// the node's process is about to be replaced, and its engines live on: its silence is expected for so
-	// long; 0: no. A leader of an earlier version does not know it, and waits as for a node that crashed.
+	// long; 0: no.
 	RestartGrace time.Duration
 	Events       []UnitEvent // not yet acknowledged, by Number
 	// the newest event of every unit of the node, acknowledged or not: a new leader learns from these
 	Units []UnitEvent
+}
+
+// Bounds of a report.
+const (
+	maxEvents       = 64 << 10  // events, or units
+	maxNodeRecord   = 64 << 10  // bytes of the node's record as JSON
+	maxRoles        = 8         // there are three
+	maxRestartGrace = time.Hour // a node that is silent for longer has not been restarted
+)
+
+// Validate refuses a report out of bounds, and cuts its texts.
+func (r *NodeReport) Validate() error {
+	cut(&r.Trouble)
+	r.RestartGrace = min(max(0, r.RestartGrace), maxRestartGrace)
+	if err := cmp.Or(ValidateNode(&r.Node), checkBounds(len(r.Events) <= maxEvents, "events"),
+		checkBounds(len(r.Units) <= maxEvents, "units")); err != nil {
+		return err
+	}
+	for _, list := range [][]UnitEvent{r.Events, r.Units} {
+		for i := range list {
+			if err := checkName(list[i].Unit, "unit"); err != nil {
+				return err
+			}
+			cut(&list[i].Reason)
+			list[i].LogTail = state.Tail(list[i].LogTail)
+		}
+	}
+	return nil
+}
+
+// ValidateNode refuses the record of a node that is too large for the state.
+func ValidateNode(n *state.Node) error {
+	data, err := json.Marshal(n)
+	return cmp.Or(err, checkName(n.ID, "node.id"), checkName(n.UID, "node.uid"),
+		checkBounds(len(n.Roles) <= maxRoles, "node.roles"), checkBounds(len(data) <= maxNodeRecord, "node"))
+}
+
+// PassOverUnknown replaces events of kinds that this version does not know by UnitPresent, and counts them. A
+// node must not lose its lease over them, and a unit that is missing counts as gone.
+func (r *NodeReport) PassOverUnknown() (n int) {
+	for _, list := range [][]UnitEvent{r.Events, r.Units} {
+		for i := range list {
+			if e := &list[i]; !e.isKnown() {
+				*e = UnitEvent{
+					Node: e.Node, Number: e.Number, Unit: e.Unit, Epoch: e.Epoch, Kind: UnitPresent, Rank: -1,
+				}
+				n++
+			}
+		}
+	}
+	return n
 }
 
 // Lease is the leader's answer.
@@ -195,6 +316,15 @@ type Lease struct {
 	// Waiting are the applications with units that find no room, for a node with role ingress. It is valid as
 	// long as the lease.
 	Waiting []Waiting
+}
+
+// Validate refuses a lease out of bounds, and cuts the reasons.
+func (l *Lease) Validate() error {
+	for i := range l.Waiting {
+		cut(&l.Waiting[i].Reason)
+	}
+	return cmp.Or(checkBounds(l.TTL > 0, "ttl"), checkName(l.Leader, "leader"),
+		checkBounds(len(l.Keyring) <= 2, "keyring"))
 }
 
 // Waiting is an application with units that placement found no room for. No rank of them will start soon, so
@@ -241,6 +371,15 @@ type LogQuery struct {
 	Since  time.Time // lines at or after
 	Follow bool      // go on until ctx is done
 }
+
+// Validate refuses names out of bounds.
+func (q *LogQuery) Validate() error {
+	q.Rank, q.Tail = max(-1, q.Rank), max(0, q.Tail)
+	return checkBounds(len(q.App) <= maxName && len(q.Unit) <= maxName, "app or unit")
+}
+
+// LogLines are lines that are sent together.
+type LogLines []LogLine
 
 // LogLine is one line of an engine.
 type LogLine struct {

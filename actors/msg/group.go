@@ -1,6 +1,8 @@
 package msg
 
 import (
+	"cmp"
+	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/routing"
@@ -35,6 +37,28 @@ type GroupMessage struct {
 	Age    time.Duration  // GroupHold: how long it has waited
 	Client uint64         // GroupHold: equal for the requests of one client; 0 = it had its turn before
 	Rank   routing.RankID // GroupRelease
+}
+
+// Bounds of a GroupMessage.
+const (
+	MaxGroupHits = 1024 // of a request: the longest ones stay
+	maxGroup     = 65_535
+	maxGroupAge  = 24 * time.Hour
+	maxGroupWork = 1 << 30 // tokens of a prompt
+)
+
+// Validate refuses a message out of bounds.
+func (m *GroupMessage) Validate() error {
+	m.Age = min(max(m.Age, 0), maxGroupAge)
+	return cmp.Or(checkName(m.App, "app"), checkBounds(m.Kind >= GroupHold && m.Kind <= GroupReturn, "kind"),
+		checkBounds(m.Group >= 0 && m.Group <= maxGroup, "group"),
+		checkBounds(m.Tokens >= 0 && m.Tokens <= maxGroupWork, "tokens"),
+		checkBounds(len(m.Hits) <= MaxGroupHits && slices.IsSortedFunc(m.Hits, func(a, b routing.Hit) int {
+			return cmp.Compare(a.Rank, b.Rank)
+		}), "hits"),
+		checkBounds(!slices.ContainsFunc(m.Hits, func(h routing.Hit) bool {
+			return min(h.Tokens, h.Host, h.Disk) < 0 || max(h.Tokens, h.Host, h.Disk) > maxGroupWork
+		}), "hits.tokens"))
 }
 
 // GroupLinks carries messages between the ingresses of two nodes. Safe for concurrent use; it never blocks.

@@ -1,5 +1,5 @@
 // Package msg holds the messages between actors, and the interfaces between packages that may not import each
-// other. It is plain data: no behaviour, no IO.
+// other. It is plain data that checks its own bounds: no other behaviour, no IO.
 package msg
 
 import (
@@ -8,6 +8,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/inbox"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -232,3 +233,22 @@ type ReplicaEvent struct {
 
 // ReplicaWatcher receives a replica's events. It must not block.
 type ReplicaWatcher interface{ ReplicaEvent(e ReplicaEvent) }
+
+// Bounds of messages from other nodes. Each such message has a method Validate beside its type.
+const (
+	maxName = 1 << 10 // bytes of an id, an address
+	maxText = 4 << 10 // bytes of a reason; longer ones are cut
+)
+
+// checkBounds refuses a value out of bounds by the name of its field.
+func checkBounds(ok bool, name string) error {
+	if ok {
+		return nil
+	}
+	return problem.New(problem.InvalidArgument, "message from another node: %s is out of bounds", name).
+		WithHint("run the same version of dpserve on every node")
+}
+
+func checkName(s, name string) error { return checkBounds(s != "" && len(s) <= maxName, name) }
+
+func cut(s *string) { *s = (*s)[:min(len(*s), maxText)] }

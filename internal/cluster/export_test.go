@@ -8,8 +8,8 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// DecodeUpdate reads a message of Follow.
-var DecodeUpdate = decodeUpdate
+// DecodeCopy reads the state of an Update.
+var DecodeCopy = decodeCopy
 
 // NoteLog records an answer of a node some time ago: its log ends at an index.
 func (c *Cluster) NoteLog(uid string, index uint64, ago time.Duration) {

@@ -231,25 +231,10 @@ const (
 	followGap = 20 * time.Millisecond
 )
 
-// update is one message to a follower: the state if it has changed, and the leader.
-type update struct {
-	Leader string          `json:"leader,omitempty"` // UID
-	State  json.RawMessage `json:"state,omitempty"`  // state.State without its secrets
-}
-
-// encodeUpdate returns the next message to a follower; nil if nothing has changed.
-func encodeUpdate(st *state.State, from uint64, leader, told string) ([]byte, error) {
-	if st.Index <= from && leader == told {
-		return nil, nil
-	}
-	u := update{Leader: leader}
-	var err error
-	if st.Index > from {
-		if u.State, err = st.Public().Encode(); err != nil {
-			return nil, fmt.Errorf("encode the state for a follower: %w", err)
-		}
-	}
-	return json.Marshal(u)
+// Update is one message to a node that follows the state.
+type Update struct {
+	Leader string          `json:"leader,omitempty"` // UID; "": none is known, and the copy may be old
+	State  json.RawMessage `json:"state,omitempty"`  // state.State without its secrets, if it has changed
 }
 
 // stateCopy is a follower's copy of the state. It keeps the bytes too, because they contain fields that this
@@ -266,17 +251,4 @@ func decodeCopy(data []byte) (*stateCopy, error) {
 		return nil, err
 	}
 	return &stateCopy{state: st, data: data, newer: newer}, nil
-}
-
-// decodeUpdate reads a message of Follow; st is nil if only the leader has changed.
-func decodeUpdate(data []byte) (st *stateCopy, leader string, err error) {
-	var u update
-	if err := json.Unmarshal(data, &u); err != nil {
-		return nil, "", problem.New(problem.Internal, "decode the state of a control node: %w", err).
-			WithHint("run the same version of dpserve on every node")
-	}
-	if len(u.State) > 0 {
-		st, err = decodeCopy(u.State)
-	}
-	return st, u.Leader, err
 }

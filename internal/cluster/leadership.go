@@ -462,31 +462,36 @@ func (c *Cluster) leaderHint() string {
 
 // Follow sends the state to a node that takes no part in consensus: at once if it is newer than the index
 // from, then whenever the state or the leader has changed. Close changes are sent together. Without changes
-// it sends a heartbeat (nil data) every second. While this node knows no leader it sends no heartbeats: its
-// copy may be old, and the follower should ask another control node. A Watcher reads data. Follow ends with
-// an error of send, with ctx, and with Close.
-func (c *Cluster) Follow(ctx context.Context, from uint64, send func(data []byte, index uint64) error) error {
+// it sends a heartbeat every second. While this node knows no leader it sends no heartbeats: its copy may be
+// old, and the follower should ask another control node. Follow ends with an error of send, with ctx, and
+// with Close.
+func (c *Cluster) Follow(ctx context.Context, from uint64, send func(*Update) error) error {
 	told := ""
 	for {
 		changed, turn, st := c.Changed(), c.Leadership(), c.State()
 		leader, _ := c.LeaderNode()
-		data, err := encodeUpdate(st, from, leader, told)
-		if err != nil {
-			return err
+		u := Update{Leader: leader}
+		if st.Index > from {
+			data, err := st.Public().Encode()
+			if err != nil {
+				return fmt.Errorf("encode the state for a follower: %w", err)
+			}
+			u.State = data
 		}
-		if data != nil || leader != "" {
-			if err := send(data, max(st.Index, from)); err != nil {
+		hasChanged := u.State != nil || leader != told
+		if hasChanged || leader != "" {
+			if err := send(&u); err != nil {
 				return err
 			}
 		}
 		from, told = max(from, st.Index), leader
-		if err := c.awaitChange(ctx, changed, turn, data != nil); err != nil {
+		if err := c.awaitChange(ctx, changed, turn, hasChanged); err != nil {
 			return err
 		}
 	}
 }
 
-// awaitChange waits for a change or the next heartbeat. If the last message had data, it also waits for
+// awaitChange waits for a change or the next heartbeat. If the last message told a change, it also waits for
 // followGap.
 func (c *Cluster) awaitChange(ctx context.Context, changed, turn <-chan struct{}, told bool) error {
 	beat, gap := time.NewTimer(followHeartbeat), time.NewTimer(followGap)

@@ -199,7 +199,7 @@ func TestFollowerPassesOverNewFields(t *testing.T) {
 			// info and above
 			NodeID: "edge", ClusterID: "alpha", DataDir: dir, Log: slog.New(slog.NewTextHandler(log, nil)),
 			Unknown: func(what string) { assert.Equal(t, "state", what); counted++ },
-			Watch: func(ctx context.Context, _ uint64, apply func([]byte, uint64)) error {
+			Watch: func(ctx context.Context, _ uint64, apply func(*cluster.Update)) error {
 				for {
 					select {
 					case index := <-send:
@@ -209,11 +209,9 @@ func TestFollowerPassesOverNewFields(t *testing.T) {
 						require.NoError(t, err)
 						newer := append(bytes.TrimSuffix(plain, []byte("}")),
 							[]byte(`,"quotas":{"demo":3}}`)...)
-						u, err := json.Marshal(map[string]any{"leader": "l", "state": json.RawMessage(newer)})
-						require.NoError(t, err)
-						apply(u, index)
+						apply(&cluster.Update{Leader: "l", State: newer})
 					case <-time.After(time.Second):
-						apply(nil, 0)
+						apply(&cluster.Update{Leader: "l"})
 					case <-ctx.Done():
 						return ctx.Err()
 					}

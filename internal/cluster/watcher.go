@@ -32,7 +32,7 @@ type WatcherConfig struct {
 
 	// Watch follows one control node, preferably another one at every call. It passes on the messages of that
 	// node's Follow until ctx ends or the connection breaks.
-	Watch func(ctx context.Context, from uint64, apply func(data []byte, index uint64)) error
+	Watch func(ctx context.Context, from uint64, apply func(*Update)) error
 	// Forward sends a command to the leader.
 	Forward func(ctx context.Context, leader state.Node, c state.Command) (state.Result, error)
 	// Resolve returns a node's HOST:PORT by its UID. It comes before State().Nodes; nil = only State().Nodes.
@@ -274,12 +274,12 @@ func (w *Watcher) followOne() (heard bool, err error) {
 	silence := time.AfterFunc(watchSilence, func() { cancel(errSilent) })
 	defer silence.Stop()
 	var spoke atomic.Bool
-	err = w.cfg.Watch(ctx, w.State().Index, func(data []byte, index uint64) {
+	err = w.cfg.Watch(ctx, w.State().Index, func(u *Update) {
 		if ctx.Err() != nil {
 			return // too late: another attempt may be running
 		}
 		silence.Reset(watchSilence)
-		if err := w.applyMessage(data, index); err != nil {
+		if err := w.apply(u); err != nil {
 			cancel(err)
 			return
 		}
@@ -291,26 +291,22 @@ func (w *Watcher) followOne() (heard bool, err error) {
 	return spoke.Load(), err
 }
 
-// applyMessage handles one message of the control node.
-func (w *Watcher) applyMessage(data []byte, _ uint64) error {
-	if len(data) == 0 { // a heartbeat: that node knows a leader, and this copy is its newest state
-		w.setFresh()
-		return nil
-	}
-	st, leader, err := decodeUpdate(data)
-	if err != nil {
-		return err
-	}
-	if st != nil && st.newer != "" {
-		w.reportNewer(st.newer)
-	}
-	if st != nil {
+// apply takes one message of the control node. Without a state, this copy is the newest that the node has.
+func (w *Watcher) apply(u *Update) error {
+	if len(u.State) > 0 {
+		st, err := decodeCopy(u.State)
+		if err != nil {
+			return err
+		}
+		if st.newer != "" {
+			w.reportNewer(st.newer)
+		}
 		if err := w.publish(st); err != nil {
 			return err
 		}
 	}
-	w.setLeader(leader)
-	if leader != "" {
+	w.setLeader(u.Leader)
+	if u.Leader != "" {
 		w.setFresh()
 	}
 	return nil

@@ -14,7 +14,6 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/proto"
 
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/inbox"
@@ -111,11 +110,9 @@ var errUnsent = errors.New("not sent")
 // callNode calls a node, for at most limit, and returns its answer or its error as an in-process call would:
 // typed refusals, errUnreachable, context.DeadlineExceeded (problem.Timeout) after limit, and the cause of
 // ctx if that ended first.
-func callNode[R any](
-	ctx context.Context, conns *Conns, node string, limit time.Duration,
-	do func(context.Context, *grpc.ClientConn, ...grpc.CallOption) (R, error),
-) (R, error) {
-	var none R
+func callNode[In, Out any](
+	ctx context.Context, conns *Conns, node string, limit time.Duration, c call[In, Out], in *In,
+) (none Out, err error) {
 	conn, err := conns.Get(node)
 	if err != nil {
 		return none, addUnreachable(err, errUnsent)
@@ -123,10 +120,10 @@ func callNode[R any](
 	inner, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	var at peer.Peer
-	r, err := do(inner, conn, grpc.Peer(&at))
+	out, err := c.to(inner, conn, in, grpc.Peer(&at))
 	switch {
 	case err == nil:
-		return r, nil
+		return out, nil
 	case hasEnded(ctx):
 		return none, fmt.Errorf("ask node %s: %w", node, context.Cause(ctx))
 	}
@@ -173,9 +170,8 @@ const (
 	maxMemberCalls = 10_000 // calls of one member on one connection; the bound is admission
 )
 
-// ServerOptions are the options of the gRPC server for members: bounds, the encoding of errors, and a counter
-// of methods and fields that this version does not know. It refuses unknown methods and ignores unknown
-// fields.
+// ServerOptions are the options of the gRPC server for members: bounds, and a counter of methods that this
+// version does not know, which it refuses.
 func ServerOptions(unknown func(what string)) []grpc.ServerOption {
 	return []grpc.ServerOption{
 		grpc.MaxRecvMsgSize(maxRequest), grpc.MaxConcurrentStreams(maxMemberCalls),
@@ -183,29 +179,10 @@ func ServerOptions(unknown func(what string)) []grpc.ServerOption {
 			unknown("method")
 			return status.Error(codes.Unimplemented, "unknown method")
 		}),
-		grpc.ChainUnaryInterceptor(func(ctx context.Context, req any, _ *grpc.UnaryServerInfo,
-			next grpc.UnaryHandler,
-		) (any, error) {
-			if m, ok := req.(proto.Message); ok && len(m.ProtoReflect().GetUnknown()) > 0 {
-				unknown("field")
-			}
-			return next(ctx, req)
-		}, encodeErrors),
 	}
 }
 
 // EnrollOptions are the options of the gRPC server for strangers: it serves Enroll alone, in small messages.
 func EnrollOptions() []grpc.ServerOption {
-	return []grpc.ServerOption{
-		grpc.MaxRecvMsgSize(maxEnroll), grpc.MaxConcurrentStreams(maxEnrollCalls),
-		grpc.ChainUnaryInterceptor(encodeErrors),
-	}
-}
-
-// encodeErrors encodes the errors of unary handlers as their callers expect them.
-func encodeErrors(
-	ctx context.Context, req any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler,
-) (any, error) {
-	reply, err := next(ctx, req)
-	return reply, toStatus(err)
+	return []grpc.ServerOption{grpc.MaxRecvMsgSize(maxEnroll), grpc.MaxConcurrentStreams(maxEnrollCalls)}
 }

@@ -2,7 +2,6 @@ package noderpc
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"io"
 	"log/slog"
@@ -18,7 +17,6 @@ import (
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/pause"
 	"github.com/dpserve/dpserve/internal/problem"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -77,22 +75,9 @@ func (c *LeaderClient) Close() error {
 func (c *LeaderClient) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
 	ctx, cancel := context.WithTimeout(ctx, renewLimit)
 	defer cancel()
-	return askLeader(ctx, c, leaderQuery[msg.Lease]{
-		limit: renewLimit,
+	return askLeader(ctx, c, leaderQuery[msg.NodeReport, msg.Lease]{
+		call: renewCall, in: r, limit: renewLimit,
 		local: func(l msg.Leader, _ msg.Assigner) (msg.Lease, error) { return l.Renew(ctx, r) },
-		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (msg.Lease,
-			error,
-		) {
-			req, err := encodeReport(r)
-			if err != nil {
-				return msg.Lease{}, err
-			}
-			reply, err := to.Renew(ctx, req, opts...)
-			if err != nil {
-				return msg.Lease{}, err
-			}
-			return decodeLease(reply)
-		},
 	})
 }
 
@@ -100,18 +85,10 @@ func (c *LeaderClient) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease,
 func (c *LeaderClient) Assign(
 	ctx context.Context, app string, group int, replicaID string,
 ) (msg.AssignReply, error) {
-	return askUntilAnswered(ctx, c, leaderQuery[msg.AssignReply]{
-		limit: assignLimit,
+	return askUntilAnswered(ctx, c, leaderQuery[msg.Assign, msg.AssignReply]{
+		call: assignCall, in: &msg.Assign{App: app, Group: group, ReplicaID: replicaID}, limit: assignLimit,
 		local: func(_ msg.Leader, a msg.Assigner) (msg.AssignReply, error) {
 			return a.Assign(ctx, app, group, replicaID)
-		},
-		remote: func(ctx context.Context, to dpservev1.ControlClient,
-			opts ...grpc.CallOption,
-		) (msg.AssignReply, error) {
-			r, err := to.Assign(ctx,
-				&dpservev1.AssignRequest{App: app, Group: toInt32(group), ReplicaId: replicaID}, opts...)
-			return msg.AssignReply{Rank: int(r.GetRank()), Epoch: r.GetEpoch(), DPSize: int(r.GetDpSize())},
-				err
 		},
 	})
 }
@@ -123,19 +100,10 @@ func (c *LeaderClient) Await(
 ) (msg.AwaitReply, error) {
 	ctx, cancel := context.WithTimeout(ctx, persistLimit)
 	defer cancel()
-	q := leaderQuery[msg.AwaitReply]{
-		limit: 2 * awaitHold,
+	q := leaderQuery[msg.Await, msg.AwaitReply]{
+		call: awaitCall, in: &msg.Await{Unit: unit, Epoch: epoch, Rank: rank}, limit: 2 * awaitHold,
 		local: func(_ msg.Leader, a msg.Assigner) (msg.AwaitReply, error) {
 			return a.Await(ctx, unit, epoch, rank)
-		},
-		remote: func(ctx context.Context, to dpservev1.ControlClient,
-			opts ...grpc.CallOption,
-		) (msg.AwaitReply, error) {
-			r, err := to.Await(ctx, &dpservev1.AwaitRequest{Unit: unit, Epoch: epoch, Rank: toInt32(rank)},
-				opts...)
-			return msg.AwaitReply{
-				Addr: r.GetAddr(), Port: int(r.GetPort()), Settings: cleanText(r.GetSettings(), maxReason),
-			}, err
 		},
 	}
 	for {
@@ -150,18 +118,9 @@ func (c *LeaderClient) Await(
 func (c *LeaderClient) Publish(p msg.Publish) { c.publisher.add(p) }
 
 func (c *LeaderClient) publish(ctx context.Context, p msg.Publish) error {
-	_, err := askLeader(ctx, c, leaderQuery[struct{}]{
-		limit: assignLimit,
+	_, err := askLeader(ctx, c, leaderQuery[msg.Publish, struct{}]{
+		call: publishCall, in: &p, limit: assignLimit,
 		local: func(_ msg.Leader, a msg.Assigner) (struct{}, error) { a.Publish(p); return struct{}{}, nil },
-		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (struct{},
-			error,
-		) {
-			_, err := to.Publish(ctx, &dpservev1.PublishRequest{
-				Unit: p.Unit, Epoch: p.Epoch,
-				Rank: toInt32(p.Rank), Addr: p.Addr, Port: toInt32(p.Port), Settings: p.Settings,
-			}, opts...)
-			return struct{}{}, err
-		},
 	})
 	return err
 }
@@ -173,11 +132,7 @@ func (c *LeaderClient) isSuperseded(p msg.Publish) bool {
 // Propose implements msg.Proposer for a node that is not part of consensus, with one round. The error is
 // cluster.ErrOutcomeUnknown if a node got the command and did not answer.
 func (c *LeaderClient) Propose(ctx context.Context, cmd state.Command) (state.Result, error) {
-	data, err := state.EncodeCommand(&cmd)
-	if err != nil {
-		return state.Result{}, err
-	}
-	return askLeader(ctx, c, proposalQuery(data))
+	return askLeader(ctx, c, proposal(&cmd))
 }
 
 // Forward proposes a command at the node that leads, and once more at the node that a refusal names instead.
@@ -189,33 +144,16 @@ func (c *LeaderClient) Forward(
 	if node == "" || node == c.cfg.Self {
 		return c.Propose(ctx, cmd)
 	}
-	data, err := state.EncodeCommand(&cmd)
-	if err != nil {
-		return state.Result{}, err
-	}
-	r, err := askNode(ctx, c, node, proposalQuery(data))
+	r, err := askNode(ctx, c, node, proposal(&cmd))
 	if next := leaderOf(err); next != "" && next != node && next != c.cfg.Self {
-		return askNode(ctx, c, next, proposalQuery(data))
+		return askNode(ctx, c, next, proposal(&cmd))
 	}
 	return r, err
 }
 
-func proposalQuery(data []byte) leaderQuery[state.Result] {
-	return leaderQuery[state.Result]{
-		limit: proposalLimit, once: true,
-		remote: func(ctx context.Context, to dpservev1.ControlClient, opts ...grpc.CallOption) (state.Result,
-			error,
-		) {
-			var result state.Result
-			reply, err := to.ForwardApply(ctx, &dpservev1.ApplyRequest{Command: data}, opts...)
-			if err != nil {
-				return result, err
-			}
-			if err := json.Unmarshal(reply.GetResult(), &result); err != nil {
-				return result, problem.New(problem.Internal, "read the result of a proposal: %w", err)
-			}
-			return result, nil
-		},
+func proposal(cmd *state.Command) leaderQuery[state.Command, state.Result] {
+	return leaderQuery[state.Command, state.Result]{
+		call: proposeCall, in: cmd, limit: proposalLimit, once: true,
 	}
 }
 
@@ -223,26 +161,23 @@ func proposalQuery(data []byte) leaderQuery[state.Result] {
 // signs for itself, others ask any control node.
 func (c *LeaderClient) Certify(
 	ctx context.Context, own pki.Identity, csr []byte,
-) (certificate, authority []byte, err error) {
+) (cert, authority []byte, err error) {
+	var next certificate
 	if st := c.cfg.Store.State(); len(st.Secrets.AuthorityKey) > 0 {
-		return certifyMember(st, own, csr, time.Now())
+		next, err = certifyMember(st, own, csr, time.Now())
+	} else {
+		next, err = askLeader(ctx, c, leaderQuery[[]byte, certificate]{
+			call: certifyCall, in: &csr, limit: certifyLimit, any: true,
+		})
 	}
-	r, err := askLeader(ctx, c, leaderQuery[*dpservev1.CertifyReply]{
-		limit: certifyLimit, any: true,
-		remote: func(ctx context.Context, to dpservev1.ControlClient,
-			opts ...grpc.CallOption,
-		) (*dpservev1.CertifyReply, error) {
-			return to.Certify(ctx, &dpservev1.CertifyRequest{Csr: csr}, opts...)
-		},
-	})
-	return r.GetCertificate(), r.GetAuthority(), err
+	return next.Certificate, next.Authority, err
 }
 
 // CertifyExpired is Certify for a node whose certificate has expired. It asks every control node, over a
 // connection that allows this call alone (nodeport.Renew), until one signs; dial makes the connection.
 func (c *LeaderClient) CertifyExpired(
 	ctx context.Context, csr []byte, dial func(address, uid string) (*grpc.ClientConn, error),
-) (certificate, authority []byte, err error) {
+) (cert, authority []byte, err error) {
 	nodes := c.cfg.Conns.cfg.Nodes()
 	err = problem.New(problem.Unavailable,
 		"no control node is known").
@@ -251,7 +186,7 @@ func (c *LeaderClient) CertifyExpired(
 		r, failed := certifyAt(ctx, node, csr,
 			func() (*grpc.ClientConn, error) { return dial(nodes[node].Address, nodes[node].UID) })
 		if failed == nil {
-			return r.GetCertificate(), r.GetAuthority(), nil
+			return r.Certificate, r.Authority, nil
 		}
 		err = failed
 		if ctx.Err() != nil || problem.CodeOf(failed) == problem.PermissionDenied {
@@ -263,24 +198,21 @@ func (c *LeaderClient) CertifyExpired(
 
 func certifyAt(
 	ctx context.Context, node string, csr []byte, dial func() (*grpc.ClientConn, error),
-) (*dpservev1.CertifyReply, error) {
+) (none certificate, err error) {
 	ctx, cancel := context.WithTimeout(ctx, certifyLimit)
 	defer cancel()
 	conn, err := dial()
 	if err != nil {
-		return nil, err
+		return none, err
 	}
 	defer func() { _ = conn.Close() }() // no call is open
-	r, err := dpservev1.NewControlClient(conn).Certify(ctx, &dpservev1.CertifyRequest{Csr: csr})
-	if err != nil {
-		return nil, fromStatus(node, err)
-	}
-	return r, nil
+	next, err := certifyCall.to(ctx, conn, &csr)
+	return next, fromStatus(node, err)
 }
 
 // Watch follows the state from a control node, another one at each call, until the stream breaks or ctx ends.
-// nil data is a heartbeat. It fits cluster.WatcherConfig.
-func (c *LeaderClient) Watch(ctx context.Context, from uint64, apply func(data []byte, index uint64)) error {
+// It fits cluster.WatcherConfig.
+func (c *LeaderClient) Watch(ctx context.Context, from uint64, apply func(*cluster.Update)) error {
 	node, ok := c.watchSource()
 	if !ok {
 		return problem.New(problem.Unavailable,
@@ -290,11 +222,11 @@ func (c *LeaderClient) Watch(ctx context.Context, from uint64, apply func(data [
 	if err != nil {
 		return err
 	}
-	stream, err := dpservev1.NewControlClient(conn).Watch(ctx, &dpservev1.WatchRequest{Index: from})
+	updates, err := watchStream.ask(ctx, conn, &from)
 	for err == nil {
-		var u *dpservev1.WatchUpdate
-		if u, err = stream.Recv(); err == nil {
-			apply(u.GetState(), u.GetIndex())
+		var u *cluster.Update
+		if u, err = updates.Recv(); err == nil {
+			apply(u)
 		}
 	}
 	if hasEnded(ctx) {
@@ -388,19 +320,21 @@ const (
 // the rest of the caller's time after another node is not at fault.
 const fairWait = 100 * time.Millisecond
 
-// leaderQuery is a question to the leader, in-process (local, nil = never) or over the wire (remote).
-type leaderQuery[R any] struct {
-	limit  time.Duration // for one node
-	once   bool          // after a node that may have received it, no other node is asked
-	any    bool          // every control node may answer it
-	local  func(msg.Leader, msg.Assigner) (R, error)
-	remote func(context.Context, dpservev1.ControlClient, ...grpc.CallOption) (R, error)
+// leaderQuery is a question to the leader, in-process (local, nil = never) or over the wire.
+type leaderQuery[In, Out any] struct {
+	call  call[In, Out]
+	in    *In
+	limit time.Duration // for one node
+	once  bool          // after a node that may have received it, no other node is asked
+	any   bool          // every control node may answer it
+	local func(msg.Leader, msg.Assigner) (Out, error)
 }
 
 // askLeader is one round: this node if it leads, else each control node until one answers. A node that does
 // not lead names the leader, which is asked next.
-func askLeader[R any](ctx context.Context, c *LeaderClient, q leaderQuery[R]) (R, error) {
-	var none R
+func askLeader[In, Out any](
+	ctx context.Context, c *LeaderClient, q leaderQuery[In, Out],
+) (none Out, err error) {
 	last := error(&notLeaderError{})
 	if leader, assigner, ok := c.cfg.Leading(); ok && q.local != nil {
 		r, err := q.local(leader, assigner)
@@ -424,12 +358,11 @@ func askLeader[R any](ctx context.Context, c *LeaderClient, q leaderQuery[R]) (R
 			"most control nodes must be alive")
 }
 
-func askNode[R any](ctx context.Context, c *LeaderClient, node string, q leaderQuery[R]) (R, error) {
+func askNode[In, Out any](
+	ctx context.Context, c *LeaderClient, node string, q leaderQuery[In, Out],
+) (Out, error) {
 	began := time.Now()
-	r, err := callNode(ctx, c.cfg.Conns, node, q.limit,
-		func(ctx context.Context, conn *grpc.ClientConn, opts ...grpc.CallOption) (R, error) {
-			return q.remote(ctx, dpservev1.NewControlClient(conn), opts...)
-		})
+	r, err := callNode(ctx, c.cfg.Conns, node, q.limit, q.call, q.in)
 	if !q.any {
 		c.noteResult(ctx, node, err, time.Since(began))
 	}
@@ -463,7 +396,9 @@ func mayHaveApplied(err error) bool {
 }
 
 // askUntilAnswered repeats rounds until a leader answers, or ctx ends; without a deadline until persistLimit.
-func askUntilAnswered[R any](ctx context.Context, c *LeaderClient, q leaderQuery[R]) (R, error) {
+func askUntilAnswered[In, Out any](
+	ctx context.Context, c *LeaderClient, q leaderQuery[In, Out],
+) (Out, error) {
 	ctx, cancel := context.WithTimeout(ctx, persistLimit)
 	defer cancel()
 	for wait := roundPauseMin; ; wait = min(2*wait, roundPauseMax) {

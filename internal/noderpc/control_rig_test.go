@@ -21,7 +21,6 @@ import (
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/test/memnet"
 )
@@ -47,7 +46,7 @@ type testNode struct {
 	leads   atomic.Pointer[fakeLeader]
 	hint    atomic.Value // string
 	unknown atomic.Int64
-	follow  func(ctx context.Context, from uint64, send func([]byte, uint64) error) error
+	follow  func(ctx context.Context, from uint64, send func(*cluster.Update) error) error
 }
 
 func newTestCluster(t *testing.T, names ...string) *testCluster {
@@ -109,15 +108,14 @@ func (m *testNode) serve() {
 	ln, err := m.town.net.Listen(net.JoinHostPort(m.name, "7947"))
 	require.NoError(m.town.t, err)
 	m.server = grpc.NewServer(ServerOptions(func(string) { m.unknown.Add(1) })...)
-	dpservev1.RegisterControlServer(m.server, NewControlServer(ControlConfig{
+	NewControlServer(ControlConfig{
 		Leading: m.leading, Hint: m.leaderHint, Store: m.town.store, Propose: m.proposeHere,
-		Follow: func(ctx context.Context, from uint64, send func([]byte, uint64) error) error {
+		Follow: func(ctx context.Context, from uint64, send func(*cluster.Update) error) error {
 			return m.follow(ctx, from, send)
 		},
 		Peer: peerOf, Version: "v0.2.0", Unknown: func(string) { m.unknown.Add(1) },
-	}))
-	dpservev1.RegisterNodeServer(m.server,
-		NewNodeServer(NodeConfig{Agent: m.agent, View: m.view, Peer: peerOf}))
+	}).Register(m.server)
+	NewNodeServer(NodeConfig{Agent: m.agent, View: m.view, Peer: peerOf}).Register(m.server)
 	go func() { _ = m.server.Serve(ln) }()
 }
 

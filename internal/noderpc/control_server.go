@@ -1,18 +1,17 @@
 package noderpc
 
 import (
-	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"log/slog"
 	"time"
+
+	"google.golang.org/grpc"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -58,24 +57,49 @@ type ControlConfig struct {
 	// Propose puts a command through consensus if this node leads, and never forwards it:
 	// cluster.Cluster.ProposeHere.
 	Propose func(ctx context.Context, c state.Command) (state.Result, error)
-	// Follow sends the state to a node that keeps a copy: after each change, and nil data as a heartbeat.
-	Follow  func(ctx context.Context, from uint64, send func(data []byte, index uint64) error) error
+	// Follow sends the state to a node that keeps a copy: cluster.Cluster.Follow.
+	Follow  func(ctx context.Context, from uint64, send func(*cluster.Update) error) error
 	Peer    PeerOf
 	Version string
-	Unknown func(what string) // counts events that this version does not understand
+	Unknown func(what string) // counts what this version does not understand
 }
+
+// The calls of the Control service, which nodes with role control serve. A node that does not lead refuses
+// what only the leader can answer, with the leader's name.
+const (
+	controlService = "dpserve.v1.Control"
+
+	// renewCall prolongs a node's lease and carries what the node has to say.
+	renewCall   = call[msg.NodeReport, msg.Lease]("/" + controlService + "/Renew")
+	assignCall  = call[msg.Assign, msg.AssignReply]("/" + controlService + "/Assign")
+	publishCall = call[msg.Publish, struct{}]("/" + controlService + "/Publish")
+	awaitCall   = call[msg.Await, msg.AwaitReply]("/" + controlService + "/Await")
+	proposeCall = call[state.Command, state.Result]("/" + controlService + "/Propose")
+	// certifyCall signs a node's next certificate: a certificate request (PKCS #10, DER).
+	certifyCall = call[[]byte, certificate]("/" + controlService + "/Certify")
+	// watchStream is the copy of the state for nodes that are not part of consensus, from an index on.
+	watchStream = stream[uint64, cluster.Update]("/" + controlService + "/Watch")
+)
+
+// certificate is a node's certificate and the authority's, as PEM.
+type certificate struct{ Certificate, Authority []byte }
 
 // ControlServer answers the other nodes on a node with role control. A node that does not lead refuses
 // questions to the leader, with the leader's name.
-type ControlServer struct {
-	dpservev1.UnimplementedControlServer
-	cfg ControlConfig
-}
+type ControlServer struct{ cfg ControlConfig }
 
-var _ dpservev1.ControlServer = (*ControlServer)(nil)
-
-// NewControlServer makes a ControlServer; register it at a grpc.Server with ServerOptions.
+// NewControlServer makes a ControlServer.
 func NewControlServer(cfg ControlConfig) *ControlServer { return &ControlServer{cfg: cfg} }
+
+// Register adds the service to a gRPC server with ServerOptions.
+func (s *ControlServer) Register(to grpc.ServiceRegistrar) {
+	unknown := s.cfg.Unknown
+	register(to, controlService, []grpc.MethodDesc{
+		renewCall.serve(unknown, s.renew), assignCall.serve(unknown, s.assign),
+		publishCall.serve(unknown, s.publish), awaitCall.serve(unknown, s.await),
+		proposeCall.serve(unknown, s.propose), certifyCall.serve(unknown, s.certify),
+	}, watchStream.serve(unknown, s.watch))
+}
 
 // leaderParts returns the components of the leader, or the refusal that names the leader.
 func (s *ControlServer) leaderParts() (msg.Leader, msg.Assigner, error) {
@@ -90,28 +114,18 @@ func (s *ControlServer) notLeader() error {
 	return refuseNotLeader(s.cfg.Hint.nodeName(s.cfg.Store.State().Nodes))
 }
 
-// Renew implements dpservev1.ControlServer.
-func (s *ControlServer) Renew(ctx context.Context, r *dpservev1.RenewRequest) (*dpservev1.RenewReply, error) {
+func (s *ControlServer) renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
 	leader, _, err := s.leaderParts()
 	if err != nil {
-		return nil, err
+		return msg.Lease{}, err
 	}
-	report, unknown, err := decodeReport(r)
-	if err != nil {
-		return nil, err
+	if err := s.checkReporter(ctx, &r.Node); err != nil {
+		return msg.Lease{}, err
 	}
-	if err := s.checkReporter(ctx, &report.Node); err != nil {
-		return nil, err
-	}
-	for range unknown {
+	for range r.PassOverUnknown() {
 		s.cfg.Unknown("unit_event")
 	}
-	lease, err := leader.Renew(ctx, report)
-	if err != nil {
-		return nil, err
-	}
-	lease.Acked = acknowledged(lease.Acked, report.Events, r.GetEvents())
-	return encodeLease(lease), nil
+	return leader.Renew(ctx, r)
 }
 
 // checkReporter refuses a report about another node than the caller, and a report of a version that is too
@@ -142,68 +156,46 @@ func checkRolesFixed(peer pki.Identity, n *state.Node) error {
 			"and join again with an empty --data-dir")
 }
 
-// acknowledged counts events that this version left out as taken, once all events before them are: no leader
-// of this version would ever take them.
-func acknowledged(taken uint64, kept []msg.UnitEvent, sent []*dpservev1.UnitEvent) uint64 {
-	next := uint64(0) // the first event that the leader has not taken
-	for i := range kept {
-		if kept[i].Number > taken {
-			next = kept[i].Number
-			break
-		}
-	}
-	for _, e := range sent {
-		if n := e.GetNumber(); n > taken && (next == 0 || n < next) {
-			taken = n
-		}
-	}
-	return taken
-}
-
-// Certify implements dpservev1.ControlServer: any control node signs, for the calling node and with its
-// record in the state.
-func (s *ControlServer) Certify(
-	ctx context.Context, r *dpservev1.CertifyRequest,
-) (*dpservev1.CertifyReply, error) {
+// certify signs for the calling node and with its record in the state. Any control node does.
+func (s *ControlServer) certify(ctx context.Context, csr *[]byte) (certificate, error) {
 	peer, _ := s.cfg.Peer(ctx)
-	cert, authority, err := certifyMember(s.cfg.Store.State(), peer, r.GetCsr(), time.Now())
-	return &dpservev1.CertifyReply{Certificate: cert, Authority: authority}, err
+	return certifyMember(s.cfg.Store.State(), peer, *csr, time.Now())
 }
 
 // certifyMember signs the next certificate of a node that shows its current one.
 func certifyMember(
 	st *state.State, peer pki.Identity, csr []byte, now time.Time,
-) (cert, authority []byte, err error) {
+) (none certificate, err error) {
 	n := st.Nodes[peer.Node]
 	if n == nil || n.UID != peer.UID {
-		return nil, nil, problem.New(problem.PermissionDenied, "certificate: node %s (%s) is not a member",
+		return none, problem.New(problem.PermissionDenied, "certificate: node %s (%s) is not a member",
 			peer.Node, peer.UID).
 			WithHint("join it again with an empty --data-dir")
 	}
 	if err := checkRolesFixed(peer, n); err != nil {
-		return nil, nil, err
+		return none, err
 	}
 	return certify(st, n, csr, now)
 }
 
 // certify signs a node's certificate request with the authority in the state. The key must be the one in the
 // node's record.
-func certify(st *state.State, n *state.Node, csr []byte, now time.Time) (cert, authority []byte, err error) {
+func certify(st *state.State, n *state.Node, csr []byte, now time.Time) (none certificate, err error) {
 	if len(st.Secrets.AuthorityKey) == 0 {
-		return nil, nil, problem.New(problem.Unavailable,
+		return none, problem.New(problem.Unavailable,
 			"certificate: this cluster has no certificate authority").
 			WithHint("start its first node with --advertise IP")
 	}
 	a, err := pki.LoadAuthority(st.Secrets.Authority, st.Secrets.AuthorityKey)
 	if err != nil {
-		return nil, nil, problem.New(problem.Internal, "certificate: %w", err)
+		return none, problem.New(problem.Internal, "certificate: %w", err)
 	}
 	key, err := pki.KeySum(csr)
 	if err != nil {
-		return nil, nil, problem.New(problem.CodeOf(err), "certificate: %w", err)
+		return none, problem.New(problem.CodeOf(err), "certificate: %w", err)
 	}
 	if n.Key != "" && n.Key != key {
-		return nil, nil, problem.New(problem.PermissionDenied,
+		return none, problem.New(problem.PermissionDenied,
 			"certificate: node %s has joined with another key", n.ID).
 			WithHint("if its pki folder is lost, remove the node " +
 				"and join with an empty --data-dir and a new token")
@@ -211,25 +203,18 @@ func certify(st *state.State, n *state.Node, csr []byte, now time.Time) (cert, a
 	id := pki.Identity{
 		Cluster: st.Cluster, Node: n.ID, UID: n.UID, Roles: state.ConvertRoles[string](n.Roles),
 	}
-	cert, err = a.Sign(csr, id, now, pki.DefaultLife)
+	cert, err := a.Sign(csr, id, now, pki.DefaultLife)
 	if err != nil {
-		return nil, nil, problem.New(problem.CodeOf(err), "certificate: %w", err)
+		return none, problem.New(problem.CodeOf(err), "certificate: %w", err)
 	}
-	authority, _ = a.PEM()
-	return cert, authority, nil
+	authority, _ := a.PEM()
+	return certificate{cert, authority}, nil
 }
 
-// ForwardApply implements dpservev1.ControlServer: it proposes a command of a node that does not lead, and
-// does not forward it again.
-func (s *ControlServer) ForwardApply(
-	ctx context.Context, r *dpservev1.ApplyRequest,
-) (*dpservev1.ApplyReply, error) {
-	c, err := state.DecodeCommand(r.GetCommand())
-	if err != nil {
-		return nil, err
-	}
+// propose proposes a command of a node that does not lead, and does not forward it again.
+func (s *ControlServer) propose(ctx context.Context, c *state.Command) (state.Result, error) {
 	if err := s.checkForward(ctx, c); err != nil {
-		return nil, err
+		return state.Result{}, err
 	}
 	ctx, cancel := context.WithTimeout(ctx, proposalLimit)
 	defer cancel()
@@ -237,14 +222,7 @@ func (s *ControlServer) ForwardApply(
 	if errors.Is(err, cluster.ErrNotLeader) {
 		err = s.notLeader()
 	}
-	if err != nil {
-		return nil, err
-	}
-	data, err := json.Marshal(result)
-	if err != nil {
-		return nil, problem.New(problem.Internal, "encode a result: %w", err)
-	}
-	return &dpservev1.ApplyReply{Result: data}, nil
+	return result, err
 }
 
 // checkForward refuses commands that another node may not propose. Only nodes with role control may decide
@@ -271,77 +249,56 @@ func hasSecrets(i *state.Init) bool {
 	return len(i.Secret)+len(i.Authority)+len(i.AuthorityKey)+len(i.GossipKey) > 0 || i.LeaseTTL != 0
 }
 
-// Watch implements dpservev1.ControlServer.
-func (s *ControlServer) Watch(r *dpservev1.WatchRequest, stream dpservev1.Control_WatchServer) error {
-	err := s.cfg.Follow(stream.Context(), r.GetIndex(), func(data []byte, index uint64) error {
-		return stream.Send(&dpservev1.WatchUpdate{State: data, Index: index})
-	})
-	if stream.Context().Err() != nil {
+func (s *ControlServer) watch(to *pipe[cluster.Update, uint64]) error {
+	from, err := to.Recv()
+	if err != nil {
+		return err
+	}
+	err = s.cfg.Follow(to.Context(), *from, to.Send)
+	if to.Context().Err() != nil {
 		return nil //nolint:nilerr // the reader has left and gets no answer
 	}
-	return toStatus(err)
+	return err
 }
 
-// Assign implements dpservev1.ControlServer.
-func (s *ControlServer) Assign(
-	ctx context.Context, r *dpservev1.AssignRequest,
-) (*dpservev1.AssignReply, error) {
+func (s *ControlServer) assign(ctx context.Context, m *msg.Assign) (msg.AssignReply, error) {
 	_, a, err := s.leaderParts()
 	if err != nil {
-		return nil, err
+		return msg.AssignReply{}, err
 	}
-	if err := cmp.Or(checkName(r.GetApp(), "app"),
-		checkName(r.GetReplicaId(), "replica_id")); err != nil {
-		return nil, err
-	}
-	out, err := a.Assign(ctx, r.GetApp(), int(r.GetGroup()), r.GetReplicaId())
+	reply, err := a.Assign(ctx, m.App, m.Group, m.ReplicaID)
 	if err != nil {
-		return nil, s.mapDeposed(a, err)
+		err = s.mapDeposed(a, err)
 	}
-	return &dpservev1.AssignReply{Rank: toInt32(out.Rank), Epoch: out.Epoch, DpSize: toInt32(out.DPSize)}, nil
+	return reply, err
 }
 
-// Publish implements dpservev1.ControlServer.
-func (s *ControlServer) Publish(
-	_ context.Context, r *dpservev1.PublishRequest,
-) (*dpservev1.PublishReply, error) {
+func (s *ControlServer) publish(_ context.Context, p *msg.Publish) (none struct{}, err error) {
 	_, a, err := s.leaderParts()
-	if err != nil {
-		return nil, err
+	if err == nil {
+		a.Publish(*p)
 	}
-	if err := cmp.Or(checkName(r.GetUnit(), "unit"), checkName(r.GetAddr(), "addr")); err != nil {
-		return nil, err
-	}
-	a.Publish(msg.Publish{
-		Unit: r.GetUnit(), Epoch: r.GetEpoch(), Rank: int(r.GetRank()), Addr: r.GetAddr(),
-		Port: int(r.GetPort()), Settings: cleanText(r.GetSettings(), maxReason),
-	})
-	return &dpservev1.PublishReply{}, nil
+	return none, err
 }
 
-// Await implements dpservev1.ControlServer. It lasts until rank 0 has published, awaitHold is over (no
-// address: the caller asks again), the caller leaves, or this node does not lead any more.
-func (s *ControlServer) Await(ctx context.Context, r *dpservev1.AwaitRequest) (*dpservev1.AwaitReply, error) {
+// await lasts until rank 0 has published, awaitHold is over (no address: the caller asks again), the caller
+// leaves, or this node does not lead any more.
+func (s *ControlServer) await(ctx context.Context, m *msg.Await) (msg.AwaitReply, error) {
 	_, a, err := s.leaderParts()
 	if err != nil {
-		return nil, err
-	}
-	if err := checkName(r.GetUnit(), "unit"); err != nil {
-		return nil, err
+		return msg.AwaitReply{}, err
 	}
 	hold, cancel := context.WithTimeout(ctx, awaitHold)
 	defer cancel()
-	said, err := a.Await(hold, r.GetUnit(), r.GetEpoch(), int(r.GetRank()))
+	reply, err := a.Await(hold, m.Unit, m.Epoch, m.Rank)
 	if err == nil {
-		return &dpservev1.AwaitReply{
-			Addr: said.Addr, Port: toInt32(said.Port), Settings: said.Settings,
-		}, nil
+		return reply, nil
 	}
 	err = s.mapDeposed(a, err)
 	if errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
-		return &dpservev1.AwaitReply{}, nil
+		return msg.AwaitReply{}, nil
 	}
-	return nil, err
+	return msg.AwaitReply{}, err
 }
 
 // mapDeposed turns the error of an assigner that was closed meanwhile into the refusal of a node that does
@@ -372,36 +329,33 @@ type RenewConfig struct {
 // of the Control service. Its callers come by nodeport.Renew, which has checked their certificate except for
 // its age. The age is not bounded: the leader's state decides whether the node is still a member. The copy of
 // another node does not suffice, as it may lack a removal.
-type RenewServer struct {
-	dpservev1.UnimplementedControlServer
-	cfg RenewConfig
-}
+type RenewServer struct{ cfg RenewConfig }
 
-var _ dpservev1.ControlServer = (*RenewServer)(nil)
-
-// NewRenewServer makes a RenewServer; register it at a grpc.Server of its own with EnrollOptions.
+// NewRenewServer makes a RenewServer.
 func NewRenewServer(cfg RenewConfig) *RenewServer { return &RenewServer{cfg: cfg} }
 
-// Certify implements dpservev1.ControlServer.
-func (s *RenewServer) Certify(
-	ctx context.Context, r *dpservev1.CertifyRequest,
-) (*dpservev1.CertifyReply, error) {
+// Register adds the one call to a gRPC server of its own, with EnrollOptions.
+func (s *RenewServer) Register(to grpc.ServiceRegistrar) {
+	register(to, controlService, []grpc.MethodDesc{certifyCall.serve(nil, s.certify)})
+}
+
+func (s *RenewServer) certify(ctx context.Context, csr *[]byte) (none certificate, err error) {
 	ctx, cancel := context.WithTimeout(ctx, certifyLimit)
 	defer cancel()
 	peer, ok := s.cfg.Peer(ctx)
 	if !ok {
-		return nil, problem.New(problem.Unauthenticated, "certificate: the caller shows none")
+		return none, problem.New(problem.Unauthenticated, "certificate: the caller shows none")
 	}
 	log := s.cfg.Log.With("room", "remote", "peer", peer.Node, "source", sourceOf(ctx))
 	if err := s.cfg.Confirm(ctx); err != nil {
 		log.Info("the expired certificate of a node was not renewed: this node does not lead", "err", err)
-		return nil, refuseNotLeader(s.cfg.Hint.nodeName(s.cfg.Store.State().Nodes))
+		return none, refuseNotLeader(s.cfg.Hint.nodeName(s.cfg.Store.State().Nodes))
 	}
-	cert, authority, err := certifyMember(s.cfg.Store.State(), peer, r.GetCsr(), time.Now())
+	next, err := certifyMember(s.cfg.Store.State(), peer, *csr, time.Now())
 	if err != nil {
 		log.Warn("the expired certificate of a node was not renewed", "err", err)
-		return nil, err
+		return none, err
 	}
 	log.Info("the expired certificate of a node was renewed")
-	return &dpservev1.CertifyReply{Certificate: cert, Authority: authority}, nil
+	return next, nil
 }

@@ -11,14 +11,11 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 	"google.golang.org/grpc"
-	"google.golang.org/protobuf/encoding/protowire"
-	"google.golang.org/protobuf/types/known/emptypb"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -183,17 +180,20 @@ func TestUnknownMessagesAreCounted(t *testing.T) {
 
 		conn, err := a.conns.Get("b")
 		require.NoError(t, err)
-		err = conn.Invoke(t.Context(), "/dpserve.v1.Control/Dance", &emptypb.Empty{}, &emptypb.Empty{})
+		err = invoke(t.Context(), conn, "/dpserve.v1.Control/Dance", "{}")
 		assert.Equal(t, problem.Unavailable, problem.CodeOf(fromStatus("b", err)))
 		assert.Equal(t, int64(2), b.unknown.Load())
 
-		req := &dpservev1.AssignRequest{App: "chat", ReplicaId: "chat.0.3"}
-		req.ProtoReflect().SetUnknown(protowire.AppendVarint(protowire.AppendTag(nil, 99,
-			protowire.VarintType), 1))
-		_, err = dpservev1.NewControlClient(conn).Assign(t.Context(), req)
+		err = invoke(t.Context(), conn, string(assignCall),
+			`{"App":"chat","ReplicaID":"chat.0.3","Mood":"blue"}`)
 		require.NoError(t, err, "a field of a later version is passed over")
 		assert.Equal(t, int64(3), b.unknown.Load())
 	}, "a", "b")
+}
+
+// invoke calls a method with a message in any form.
+func invoke(ctx context.Context, conn *grpc.ClientConn, method, text string) error {
+	return conn.Invoke(ctx, method, []byte(text), new([]byte), grpc.CallContentSubtype(CodecName))
 }
 
 func TestAssignSurvivesAChangeOfLeader(t *testing.T) {
@@ -281,8 +281,8 @@ func TestPublishIsRepeatedUntilTaken(t *testing.T) {
 		assert.Empty(t, l.published, "once")
 
 		w.setLeader("nobody")
-		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 2})
-		a.client.Publish(msg.Publish{Unit: "moe/1", Epoch: 5})
+		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 2, Addr: "x"})
+		a.client.Publish(msg.Publish{Unit: "moe/1", Epoch: 5, Addr: "x"})
 		w.store.change(func(st *state.State) { st.Epochs = map[string]uint64{"moe/0": 3} })
 		time.Sleep(time.Second)
 		waiting, _ := a.client.publisher.count()
@@ -293,7 +293,7 @@ func TestPublishIsRepeatedUntilTaken(t *testing.T) {
 		assert.False(t, running)
 
 		for range 2 * maxPublished {
-			a.client.Publish(msg.Publish{Unit: time.Now().String(), Epoch: 1})
+			a.client.Publish(msg.Publish{Unit: time.Now().String(), Epoch: 1, Addr: "x"})
 			time.Sleep(time.Nanosecond)
 		}
 		waiting, _ = a.client.publisher.count()
@@ -354,9 +354,11 @@ func TestWatchFollowsAnyControlNode(t *testing.T) {
 	withCluster(t, func(t *testing.T, w *testCluster) {
 		asked := map[string]int{}
 		for name, m := range w.nodes {
-			m.follow = func(ctx context.Context, from uint64, send func([]byte, uint64) error) error {
+			m.follow = func(ctx context.Context, from uint64, send func(*cluster.Update) error) error {
 				asked[name]++
-				if err := errors.Join(send([]byte("{}"), from+1), send(nil, from+1)); err != nil {
+				assert.Equal(t, uint64(41), from)
+				if err := errors.Join(send(&cluster.Update{Leader: "l", State: []byte("{}")}),
+					send(&cluster.Update{Leader: "l"})); err != nil {
 					return err
 				}
 				<-ctx.Done()
@@ -365,24 +367,24 @@ func TestWatchFollowsAnyControlNode(t *testing.T) {
 		}
 		enough := errors.New("enough")
 		for range 4 {
-			var seen []uint64
+			var seen []string
 			ctx, stop := context.WithCancelCause(t.Context())
-			err := w.nodes["a"].client.Watch(ctx, 41, func(data []byte, index uint64) {
-				if seen = append(seen, index, uint64(len(data))); len(seen) == 4 {
+			err := w.nodes["a"].client.Watch(ctx, 41, func(u *cluster.Update) {
+				if seen = append(seen, u.Leader+string(u.State)); len(seen) == 2 {
 					stop(enough)
 				}
 			})
 			require.ErrorIs(t, err, enough)
-			assert.Equal(t, []uint64{42, 2, 42, 0}, seen)
+			assert.Equal(t, []string{"l{}", "l"}, seen)
 		}
 		synctest.Wait()
 		assert.Equal(t, map[string]int{"b": 2, "c": 2}, asked)
 		for _, m := range w.nodes {
-			m.follow = func(context.Context, uint64, func([]byte, uint64) error) error { return nil }
+			m.follow = func(context.Context, uint64, func(*cluster.Update) error) error { return nil }
 		}
 		require.ErrorIs(t, w.nodes["a"].client.Watch(t.Context(), 0, nil), errUnreachable, "it ended")
 		for _, m := range w.nodes {
-			m.follow = func(context.Context, uint64, func([]byte, uint64) error) error {
+			m.follow = func(context.Context, uint64, func(*cluster.Update) error) error {
 				return problem.New(problem.Unavailable, "propose: %w", cluster.ErrClosed)
 			}
 		}
@@ -545,8 +547,8 @@ func TestConnsFollowTheNodes(t *testing.T) {
 		moved, err := a.Get("b")
 		require.NoError(t, err)
 		assert.NotSame(t, first, moved)
-		require.ErrorIs(t, fromStatus("b", first.Invoke(t.Context(), "/x/y", &emptypb.Empty{},
-			&emptypb.Empty{})), errUnreachable, "it is closed")
+		require.ErrorIs(t, fromStatus("b", invoke(t.Context(), first, "/x/y", "{}")), errUnreachable,
+			"it is closed")
 
 		w.store.put(&state.Node{ID: "b", UID: "uid-b2", Address: "elsewhere:1"})
 		_, err = a.Get("b")

@@ -28,6 +28,7 @@ const (
 	maxHint    = 2 << 10
 	maxDetails = 64 // lines
 	maxDetail  = 1 << 10
+	maxName    = 1 << 10 // of a node, an address
 )
 
 // sentinel is an error that errors.Is finds on both sides of the wire.
@@ -188,8 +189,8 @@ func fromStatus(node string, err error) error {
 		return nil
 	}
 	st, ok := status.FromError(err)
-	if !ok {
-		return problem.New(problem.Internal, "node %s: %w", node, err)
+	if !ok { // its answer cannot be read
+		return problem.New(problem.CodeOf(err), "node %s: %w", node, err)
 	}
 	for _, d := range st.Details() {
 		if p, ok := d.(*dpservev1.Problem); ok {

@@ -1,34 +1,41 @@
 package noderpc
 
 import (
+	"cmp"
 	"context"
 	"log/slog"
 	"slices"
 	"sync"
 	"time"
 
+	"google.golang.org/grpc"
+
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/problem"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
 )
 
 // Bounds of the messages between ingresses.
 const (
-	maxGroupBatch = 256    // in one message on the wire
-	maxGroupQueue = 16_384 // that wait for a link
-	maxGroupHits  = 1024   // of a request: the longest ones stay
-	maxGroupAge   = 24 * time.Hour
-	maxGroup      = 65_535
-	maxGroupWork  = 1 << 30                // tokens of a prompt
+	maxGroupBatch = 256                    // in one message on the wire
+	maxGroupQueue = 16_384                 // that wait for a link
 	redialPause   = 500 * time.Millisecond // after a link to an owner has failed
 )
 
+// The call of the Ingress service, which nodes with role ingress serve: the owner of the queue of a lockstep
+// group answers the ingresses of other nodes. Without messages, a batch is a sign of life.
+const (
+	ingressService = "dpserve.v1.Ingress"
+
+	holdStream = stream[[]msg.GroupMessage, []msg.GroupMessage]("/" + ingressService + "/Hold")
+)
+
+type groupPipe = pipe[[]msg.GroupMessage, []msg.GroupMessage]
+
 // GroupLinksConfig is the configuration of GroupLinks. All fields but Timers are required.
 type GroupLinksConfig struct {
-	// Open begins a stream to the ingress of a node, which ends with ctx.
-	Open   func(ctx context.Context, node string) (dpservev1.Ingress_HoldClient, error)
+	Conn   func(node string) (*grpc.ClientConn, error) // to a node
 	Peer   PeerOf
 	Timers StreamTimers
 	Log    *slog.Logger
@@ -40,7 +47,6 @@ type GroupLinksConfig struct {
 // A stream is over when it breaks, or when one end has heard nothing for Suspect. Then its requests are
 // nobody's: their ingress gives them to another owner.
 type GroupLinks struct {
-	dpservev1.UnimplementedIngressServer
 	cfg     GroupLinksConfig
 	timers  StreamTimers
 	stop    context.CancelFunc
@@ -64,16 +70,10 @@ type groupLink struct {
 
 	mu    sync.Mutex
 	isUp  bool // a message was received
-	queue []*dpservev1.GroupMessage
+	queue []msg.GroupMessage
 
 	delivery sync.Mutex // held while a message is delivered
 	isOver   bool       // none is any more
-}
-
-// groupStream is either end of a stream.
-type groupStream interface {
-	Send(m *dpservev1.GroupMessages) error
-	Recv() (*dpservev1.GroupMessages, error)
 }
 
 // NewGroupLinks makes GroupLinks without a stream.
@@ -84,6 +84,11 @@ func NewGroupLinks(c GroupLinksConfig) *GroupLinks {
 	}
 	l.ctx, l.stop = context.WithCancel(context.Background())
 	return l
+}
+
+// Register adds the service to a gRPC server.
+func (l *GroupLinks) Register(to grpc.ServiceRegistrar) {
+	register(to, ingressService, nil, holdStream.serve(nil, l.hold))
 }
 
 // Close ends the streams that this node has opened, and waits. Those that it serves end with their server.
@@ -118,7 +123,11 @@ func (l *GroupLinks) Reach(node string) bool {
 
 // follow holds a stream to an owner until it ends.
 func (l *GroupLinks) follow(ctx context.Context, k *groupLink) {
-	stream, err := l.cfg.Open(ctx, k.node)
+	var stream *groupPipe
+	conn, err := l.cfg.Conn(k.node)
+	if err == nil {
+		stream, err = holdStream.open(ctx, conn)
+	}
 	if err == nil {
 		var ends sync.WaitGroup
 		err = l.carry(ctx, k, stream, &ends, l.peer.OwnerChanged)
@@ -137,11 +146,11 @@ func (l *GroupLinks) follow(ctx context.Context, k *groupLink) {
 	}
 }
 
-// Hold implements dpservev1.IngressServer.
-func (l *GroupLinks) Hold(stream dpservev1.Ingress_HoldServer) error {
+// hold serves a stream that the ingress of another node has opened.
+func (l *GroupLinks) hold(stream *groupPipe) error {
 	peer, ok := l.cfg.Peer(stream.Context())
 	if !ok || !peer.HasRole(string(state.RoleIngress)) {
-		return toStatus(problem.New(problem.PermissionDenied, "node %s has no role ingress", peer.Node))
+		return problem.New(problem.PermissionDenied, "node %s has no role ingress", peer.Node)
 	}
 	ctx, cancel := context.WithCancelCause(stream.Context())
 	k := newGroupLink(peer.Node, cancel)
@@ -152,13 +161,13 @@ func (l *GroupLinks) Hold(stream dpservev1.Ingress_HoldServer) error {
 	}
 	l.mu.Unlock()
 	if bound == nil {
-		return toStatus(problem.New(problem.Unavailable, "the ingress of this node has not started"))
+		return problem.New(problem.Unavailable, "the ingress of this node has not started")
 	}
 	if old != nil {
 		old.end()
 		bound.HolderLost(k.node)
 	}
-	var ends sync.WaitGroup // they end when Hold has returned
+	var ends sync.WaitGroup // they end when hold has returned
 	_ = l.carry(ctx, k, stream, &ends, func(string) {})
 	l.mu.Lock()
 	isLast := l.holders[k.node] == k
@@ -185,13 +194,13 @@ func (k *groupLink) hears() bool {
 // carry sends and receives until the stream breaks, is silent, or ctx ends. ends has the goroutines, which
 // end with the stream. onUp is called at the first message.
 func (l *GroupLinks) carry(
-	ctx context.Context, k *groupLink, stream groupStream, ends *sync.WaitGroup, onUp func(node string),
+	ctx context.Context, k *groupLink, stream *groupPipe, ends *sync.WaitGroup, onUp func(node string),
 ) error {
 	silence := time.AfterFunc(l.timers.Suspect, func() { k.cancel(errSilent) })
 	defer silence.Stop()
 	ends.Go(func() {
 		for {
-			m, err := stream.Recv()
+			batch, err := stream.Recv()
 			if err != nil {
 				k.cancel(err)
 				return
@@ -200,8 +209,8 @@ func (l *GroupLinks) carry(
 			if k.markUp() {
 				onUp(k.node)
 			}
-			for _, one := range m.GetMessages() {
-				if m, ok := decodeGroup(one); ok {
+			for i := range *batch {
+				if m := &(*batch)[i]; m.Validate() == nil {
 					k.deliver(l.peer, m)
 				}
 			}
@@ -217,7 +226,8 @@ func (l *GroupLinks) carry(
 			case <-k.wake:
 			case <-beat.C:
 			}
-			if err := stream.Send(&dpservev1.GroupMessages{Messages: k.take()}); err != nil {
+			batch := k.take()
+			if err := stream.Send(&batch); err != nil {
 				k.cancel(err)
 				return
 			}
@@ -255,7 +265,7 @@ func (k *groupLink) markUp() (isFirst bool) {
 }
 
 // take is the next batch.
-func (k *groupLink) take() []*dpservev1.GroupMessage {
+func (k *groupLink) take() []msg.GroupMessage {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	n := min(len(k.queue), maxGroupBatch)
@@ -290,51 +300,20 @@ func (l *GroupLinks) Send(node string, m *msg.GroupMessage) bool {
 	if !k.isUp || len(k.queue) >= maxGroupQueue {
 		return false
 	}
-	k.queue = append(k.queue, encodeGroup(m))
+	one := *m
+	one.Hits = longestHits(m.Hits)
+	k.queue = append(k.queue, one)
 	k.poke()
 	return true
 }
 
-func encodeGroup(m *msg.GroupMessage) *dpservev1.GroupMessage {
-	out := &dpservev1.GroupMessage{
-		Kind: uint32(m.Kind), App: m.App, Id: m.ID, AgeUs: m.Age.Microseconds(), Client: m.Client,
-		Rank:   uint32(m.Rank),
-		Group:  uint32(min(max(m.Group, 0), maxGroup)),
-		Tokens: uint32(min(max(m.Tokens, 0), maxGroupWork)),
+// longestHits copies the hits of a request, as many as a message may have.
+func longestHits(hits []routing.Hit) []routing.Hit {
+	hits = slices.Clone(hits)
+	if len(hits) > msg.MaxGroupHits {
+		slices.SortFunc(hits, func(a, b routing.Hit) int { return cmp.Compare(b.Tokens, a.Tokens) })
+		hits = hits[:msg.MaxGroupHits]
+		slices.SortFunc(hits, func(a, b routing.Hit) int { return cmp.Compare(a.Rank, b.Rank) })
 	}
-	hits := m.Hits
-	if len(hits) > maxGroupHits {
-		hits = slices.Clone(hits)
-		slices.SortFunc(hits, func(a, b routing.Hit) int { return int(b.Tokens) - int(a.Tokens) })
-		hits = hits[:maxGroupHits]
-		slices.SortFunc(hits, func(a, b routing.Hit) int { return int(a.Rank) - int(b.Rank) })
-	}
-	for _, h := range hits {
-		out.HitRanks = append(out.HitRanks, uint32(h.Rank))
-		out.HitTokens = append(out.HitTokens, uint32(max(h.Tokens, 0)))
-	}
-	return out
-}
-
-// decodeGroup reads a message; ok is false if it makes no sense, as one of a later version may not.
-func decodeGroup(m *dpservev1.GroupMessage) (out *msg.GroupMessage, ok bool) {
-	kind := m.GetKind()
-	if kind < uint32(msg.GroupHold) || kind > uint32(msg.GroupReturn) ||
-		checkName(m.GetApp(), "app") != nil || len(m.GetHitRanks()) != len(m.GetHitTokens()) ||
-		len(m.GetHitRanks()) > maxGroupHits || !slices.IsSorted(m.GetHitRanks()) ||
-		m.GetGroup() > maxGroup || m.GetTokens() > maxGroupWork {
-		return nil, false
-	}
-	out = &msg.GroupMessage{
-		Kind: msg.GroupMessageKind(kind), App: m.GetApp(), Group: int(m.GetGroup()), ID: m.GetId(),
-		Tokens: int(m.GetTokens()), Client: m.GetClient(), Rank: routing.RankID(m.GetRank()),
-		Age: time.Duration(min(max(m.GetAgeUs(), 0), maxGroupAge.Microseconds()) * int64(time.Microsecond)),
-	}
-	for i, rank := range m.GetHitRanks() {
-		out.Hits = append(out.Hits, routing.Hit{
-			Rank:   routing.RankID(rank),
-			Tokens: int32(min(m.GetHitTokens()[i], maxGroupWork)),
-		})
-	}
-	return out, true
+	return hits
 }

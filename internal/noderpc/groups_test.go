@@ -14,11 +14,9 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
-	"pgregory.net/rapid"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/test/memnet"
@@ -75,9 +73,7 @@ func newGroupNet(t *testing.T) *groupNet {
 			}))
 		require.NoError(t, err)
 		l := NewGroupLinks(GroupLinksConfig{
-			Open: func(ctx context.Context, _ string) (dpservev1.Ingress_HoldClient, error) {
-				return dpservev1.NewIngressClient(conn).Hold(ctx)
-			},
+			Conn: func(string) (*grpc.ClientConn, error) { return conn, nil },
 			Peer: func(context.Context) (pki.Identity, bool) {
 				return pki.Identity{Node: other, Roles: []string{string(state.RoleIngress)}}, true
 			},
@@ -86,7 +82,7 @@ func newGroupNet(t *testing.T) *groupNet {
 		n.peers[node] = &groupPeer{}
 		l.Bind(n.peers[node])
 		server := grpc.NewServer()
-		dpservev1.RegisterIngressServer(server, l)
+		l.Register(server)
 		listener, err := n.network.Host(node).Listen(node + ":1")
 		require.NoError(t, err)
 		go func() { _ = server.Serve(listener) }()
@@ -161,34 +157,13 @@ func TestGroupLinks(t *testing.T) {
 	}
 }
 
-// TestGroupMessagesOfOtherNodes: what makes no sense is dropped, whatever a node sends, and what is sent
-// arrives unchanged but for the shortest hits.
-func TestGroupMessagesOfOtherNodes(t *testing.T) {
+// TestLongestHits: a message has the longest ones, in the order of their ranks.
+func TestLongestHits(t *testing.T) {
 	t.Parallel()
-	rapid.Check(t, func(t *rapid.T) {
-		m := &dpservev1.GroupMessage{
-			Kind:  rapid.Uint32Range(0, 6).Draw(t, "kind"),
-			App:   rapid.SampledFrom([]string{"", "demo"}).Draw(t, "app"),
-			Group: rapid.Uint32().Draw(t, "group"), Tokens: rapid.Uint32().Draw(t, "tokens"),
-			AgeUs:    rapid.Int64().Draw(t, "age"),
-			HitRanks: rapid.SliceOfN(rapid.Uint32(), 0, 3).Draw(t, "ranks"),
-		}
-		m.HitTokens = rapid.SliceOfN(rapid.Uint32(), 0, 3).Draw(t, "hits")
-		out, ok := decodeGroup(m)
-		if !ok {
-			return
-		}
-		assert.GreaterOrEqual(t, out.Age, time.Duration(0))
-		assert.LessOrEqual(t, out.Age, maxGroupAge)
-		again, ok := decodeGroup(encodeGroup(out))
-		assert.True(t, ok)
-		assert.Equal(t, out, again)
-	})
-	m := &msg.GroupMessage{Kind: msg.GroupHold, App: "demo"}
-	for i := range 2 * maxGroupHits {
-		m.Hits = append(m.Hits, routing.Hit{Rank: routing.RankID(i), Tokens: int32(i)})
+	hits := make([]routing.Hit, 2*msg.MaxGroupHits)
+	for i := range hits {
+		hits[i] = routing.Hit{Rank: routing.RankID(i), Tokens: int32(i)}
 	}
-	out, ok := decodeGroup(encodeGroup(m))
-	assert.True(t, ok)
-	assert.Equal(t, m.Hits[maxGroupHits:], out.Hits)
+	assert.Equal(t, hits[msg.MaxGroupHits:], longestHits(hits))
+	assert.Equal(t, routing.RankID(0), hits[0].Rank, "the caller's stay")
 }

@@ -3,7 +3,6 @@ package noderpc
 import (
 	"context"
 	"crypto/sha256"
-	"encoding/json"
 	"errors"
 	"net"
 	"slices"
@@ -17,7 +16,6 @@ import (
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/pause"
 	"github.com/dpserve/dpserve/internal/problem"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -33,7 +31,6 @@ const (
 
 // Bounds of a node's record, as a stranger or a peer may hand it in.
 const (
-	maxRoles   = 8 // there are three
 	maxNodeID  = 128
 	maxSlots   = 4096
 	maxDevices = 1024
@@ -102,8 +99,7 @@ func checkNode(n *state.Node) error {
 	case badGossip != nil:
 		return badNode("its gossip address %q is not HOST:PORT", cleanText(n.Gossip, maxNodeID))
 	case len(n.Address) > maxName || len(n.Gossip) > maxName || len(n.Advertise) > maxName ||
-		len(n.Zone) > maxName || len(n.Version) > maxName ||
-		len(n.Keyring) > maxName:
+		len(n.Zone) > maxName || len(n.Version) > maxName || len(n.Keyring) > maxName:
 		return badNode("its addresses, zone, version or keyring are too long")
 	case o.Slots < 0 || o.Slots > maxSlots || len(o.Devices) > maxDevices || len(o.Labels) > maxLabels:
 		return badNode("it offers more than %d slots, %d devices or %d labels", maxSlots, maxDevices,
@@ -151,7 +147,20 @@ type JoinConfig struct {
 	Dial    nodeport.DialFunc // nil: TCP
 }
 
-// Joined is what a member keeps on its disk.
+// The call of the Enroll service, the one that answers without a certificate: the token stands for it.
+const (
+	enrollService = "dpserve.v1.Enroll"
+
+	joinCall = call[joinRequest, Joined]("/" + enrollService + "/Join")
+)
+
+type joinRequest struct {
+	Token string // the secret part
+	CSR   []byte // PKCS #10, DER
+	Node  state.Node
+}
+
+// Joined is the answer to a join, and what a member keeps on its disk.
 type Joined struct {
 	Cluster string
 	Files   pki.Files
@@ -176,22 +185,19 @@ func Join(ctx context.Context, cfg JoinConfig) (*Joined, error) {
 	if err != nil {
 		return nil, stepError(stepCertificate, err)
 	}
-	req, err := encodeJoin(token, &cfg.Node, csr)
-	if err != nil {
-		return nil, stepError(stepMember, err)
-	}
-	reply, err := enroll(ctx, &cfg, token.Fingerprint, req)
+	joined, err := enroll(ctx, &cfg, token.Fingerprint,
+		&joinRequest{Token: token.SecretText(), CSR: csr, Node: cfg.Node})
 	if err != nil {
 		return nil, err
 	}
-	joined := decodeJoined(reply, key)
+	joined.Files.Key = key
 	return joined, joined.check(token.Fingerprint, &cfg.Node)
 }
 
 // enroll asks until there is an answer that another attempt would not change.
 func enroll(
-	ctx context.Context, cfg *JoinConfig, fingerprint [sha256.Size]byte, req *dpservev1.JoinRequest,
-) (*dpservev1.JoinReply, error) {
+	ctx context.Context, cfg *JoinConfig, fingerprint [sha256.Size]byte, req *joinRequest,
+) (*Joined, error) {
 	ctx, cancel := context.WithTimeout(ctx, joinLimit)
 	defer cancel()
 	conn, err := nodeport.JoinGRPC(ctx, cfg.Dial, cfg.Address, fingerprint)
@@ -201,9 +207,9 @@ func enroll(
 	defer func() { _ = conn.Close() }() // no call is open
 	var before error                    // the answer of the attempt before this one
 	for wait := joinPauseMin; ; wait = min(2*wait, joinPauseMax) {
-		reply, err := dpservev1.NewEnrollClient(conn).Join(ctx, req, grpc.MaxCallRecvMsgSize(maxEnroll))
+		joined, err := joinCall.to(ctx, conn, req, grpc.MaxCallRecvMsgSize(maxEnroll))
 		if err == nil {
-			return reply, nil
+			return &joined, nil
 		}
 		err = fromStatus(cfg.Address, err)
 		// the deadline is over: the answer before says more
@@ -239,6 +245,12 @@ func enrollError(err error) error {
 	return err
 }
 
+// Validate drops seeds beyond the bound.
+func (j *Joined) Validate() error {
+	j.Seeds = j.Seeds[:min(len(j.Seeds), maxSeeds)]
+	return nil
+}
+
 // check refuses an answer that is not from the token's cluster, or not for this node.
 func (j *Joined) check(fingerprint [sha256.Size]byte, n *state.Node) error {
 	got, err := pki.Fingerprint(j.Files.Authority)
@@ -257,30 +269,4 @@ func (j *Joined) check(fingerprint [sha256.Size]byte, n *state.Node) error {
 		return stepError(stepCertificate, err)
 	}
 	return nil
-}
-
-// decodeJoined decodes the reply to a new node.
-func decodeJoined(r *dpservev1.JoinReply, key []byte) *Joined {
-	j := &Joined{
-		Cluster: r.GetCluster(),
-		Files: pki.Files{
-			Key: key, Cert: r.GetCertificate(), Authority: r.GetAuthority(), GossipKey: r.GetGossipKey(),
-		},
-	}
-	for _, p := range r.GetSeeds()[:min(len(r.GetSeeds()), maxSeeds)] {
-		j.Seeds = append(j.Seeds, state.Node{
-			ID: p.GetNode(), UID: p.GetUid(), Address: p.GetAddress(), Gossip: p.GetGossip(),
-			Roles: state.ConvertRoles[state.Role](p.GetRoles()),
-		})
-	}
-	return j
-}
-
-// encodeJoin encodes the request of a new node.
-func encodeJoin(t pki.Token, n *state.Node, csr []byte) (*dpservev1.JoinRequest, error) {
-	data, err := json.Marshal(n)
-	if err != nil {
-		return nil, problem.New(problem.Internal, "encode node %s: %w", n.ID, err)
-	}
-	return &dpservev1.JoinRequest{Token: t.SecretText(), Csr: csr, Node: data}, nil
 }

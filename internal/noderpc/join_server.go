@@ -1,6 +1,7 @@
 package noderpc
 
 import (
+	"cmp"
 	"context"
 	"log/slog"
 	"maps"
@@ -9,12 +10,12 @@ import (
 	"sync"
 	"time"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/peer"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -34,61 +35,58 @@ type EnrollConfig struct {
 // EnrollServer answers strangers that have a join token. It runs on every node with role control, leader or
 // not.
 type EnrollServer struct {
-	dpservev1.UnimplementedEnrollServer
 	cfg   EnrollConfig
 	wrong tokenLimiter
 }
 
-var _ dpservev1.EnrollServer = (*EnrollServer)(nil)
-
-// NewEnrollServer makes an EnrollServer; register it at a grpc.Server of its own with EnrollOptions.
+// NewEnrollServer makes an EnrollServer.
 func NewEnrollServer(cfg EnrollConfig) *EnrollServer { return &EnrollServer{cfg: cfg} }
 
-// Join implements dpservev1.EnrollServer. The holder of the same key can repeat every step: the token records
-// the node and the key it was used for.
-func (s *EnrollServer) Join(ctx context.Context, r *dpservev1.JoinRequest) (*dpservev1.JoinReply, error) {
+// Register adds the service to a gRPC server of its own, with EnrollOptions.
+func (s *EnrollServer) Register(to grpc.ServiceRegistrar) {
+	register(to, enrollService, []grpc.MethodDesc{joinCall.serve(nil, s.join)})
+}
+
+// join makes a node a member. The holder of the same key can repeat every step: the token records the node
+// and the key it was used for.
+func (s *EnrollServer) join(ctx context.Context, r *joinRequest) (none Joined, err error) {
 	ctx, cancel := context.WithTimeout(ctx, joinLimit)
 	defer cancel()
-	n, err := s.decodeNewcomer(r)
-	if err != nil {
-		return nil, stepError(stepMember, err)
+	n := &r.Node
+	if err := s.checkNewcomer(n); err != nil {
+		return none, stepError(stepMember, err)
 	}
 	log := s.cfg.Log.With("room", "remote", "peer", n.ID, "source", sourceOf(ctx))
-	if n.Key, err = pki.KeySum(r.GetCsr()); err != nil {
-		return nil, stepError(stepCertificate, err)
+	if n.Key, err = pki.KeySum(r.CSR); err != nil {
+		return none, stepError(stepCertificate, err)
 	}
-	if err := s.useToken(ctx, r.GetToken(), n); err != nil {
+	if err := s.useToken(ctx, r.Token, n); err != nil {
 		log.Warn("join refused", "err", err)
-		return nil, stepError(stepToken, err)
+		return none, stepError(stepToken, err)
 	}
-	cert, authority, err := certify(s.cfg.Store.State(), n, r.GetCsr(), time.Now())
+	cert, err := certify(s.cfg.Store.State(), n, r.CSR, time.Now())
 	if err != nil {
 		log.Warn("join refused", "err", err)
-		return nil, err // certify names its step
+		return none, err // certify names its step
 	}
 	if _, err := s.cfg.Proposer.Propose(ctx, state.Command{PutNode: &state.PutNode{Node: *n}}); err != nil {
 		log.Warn("join refused", "err", err)
-		return nil, stepError(stepMember, err)
+		return none, stepError(stepMember, err)
 	}
 	log.Info("node joined", "roles", n.Roles, "address", n.Address)
 	st := s.cfg.Store.State()
-	return &dpservev1.JoinReply{
-		Certificate: cert, Authority: authority, Cluster: st.Cluster, GossipKey: st.Secrets.GossipKey,
-		Seeds: seedsOf(st, n.ID),
+	return Joined{
+		Cluster: st.Cluster, Seeds: seedsOf(st, n.ID),
+		Files: pki.Files{
+			Cert: cert.Certificate, Authority: cert.Authority, GossipKey: st.Secrets.GossipKey,
+		},
 	}, nil
 }
 
-// decodeNewcomer reads the record of the joining node, and refuses a record that can never be a member.
-func (s *EnrollServer) decodeNewcomer(r *dpservev1.JoinRequest) (*state.Node, error) {
-	n, err := decodeNode(r.GetNode())
-	if err != nil {
-		return nil, err
-	}
+// checkNewcomer refuses a record that can never be a member.
+func (s *EnrollServer) checkNewcomer(n *state.Node) error {
 	n.Lost, n.Reason, n.Draining, n.DrainBy = false, "", false, 0 // set by the leader alone
-	if err := checkVersion(n.Version, s.cfg.Version); err != nil {
-		return nil, err
-	}
-	return n, checkNode(n)
+	return cmp.Or(msg.ValidateNode(n), checkVersion(n.Version, s.cfg.Version), checkNode(n))
 }
 
 // useToken uses the token for the node. A token that is missing in this node's copy of the state may be new,
@@ -110,17 +108,16 @@ func (s *EnrollServer) useToken(ctx context.Context, secret string, n *state.Nod
 }
 
 // seedsOf are the nodes that a new node contacts first: those with role control, then others, live ones only.
-func seedsOf(st *state.State, newcomer string) []*dpservev1.Peer {
-	var out []*dpservev1.Peer
+func seedsOf(st *state.State, newcomer string) []state.Node {
+	var out []state.Node
 	for _, control := range []bool{true, false} {
 		for _, name := range slices.Sorted(maps.Keys(st.Nodes)) {
 			n := st.Nodes[name]
 			if name == newcomer || n.Lost || n.Address == "" || n.Has(state.RoleControl) != control {
 				continue
 			}
-			out = append(out, &dpservev1.Peer{
-				Node: name, Uid: n.UID, Address: n.Address, Gossip: n.Gossip,
-				Roles: state.ConvertRoles[string](n.Roles),
+			out = append(out, state.Node{
+				ID: name, UID: n.UID, Address: n.Address, Gossip: n.Gossip, Roles: n.Roles,
 			})
 		}
 	}

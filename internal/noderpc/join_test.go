@@ -2,6 +2,7 @@ package noderpc
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -20,7 +21,6 @@ import (
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/test/memnet"
 )
@@ -87,9 +87,9 @@ func (g *joinRig) serve() {
 	})
 	require.NoError(g.t, port.Listen(g.t.Context(), gateAddress))
 	server := grpc.NewServer(append(nodeport.ServerOptions(), EnrollOptions()...)...)
-	dpservev1.RegisterEnrollServer(server, NewEnrollServer(EnrollConfig{
+	NewEnrollServer(EnrollConfig{
 		Store: g.store, Proposer: g.store, Version: "v0.2.0", Log: slog.New(slog.DiscardHandler),
-	}))
+	}).Register(server)
 	var served sync.WaitGroup
 	join := port.Listener(nodeport.Join)
 	served.Go(func() { _ = port.Serve() })
@@ -375,7 +375,7 @@ func TestJoinTakesNoMoreThanItsBounds(t *testing.T) {
 	g := newJoinRig(t)
 	_, err := g.join(func(c *JoinConfig) { c.Node.Zone = strings.Repeat("z", 2*maxEnroll) })
 	require.Error(t, err)
-	_, err = g.join(func(c *JoinConfig) { c.Node.Zone = strings.Repeat("z", maxNodeRecord) })
+	_, err = g.join(func(c *JoinConfig) { c.Node.Zone = strings.Repeat("z", 64<<10) })
 	assert.Equal(t, problem.InvalidArgument, problem.CodeOf(err))
 	assert.NotContains(t, g.store.nodes(), "b")
 }
@@ -430,22 +430,25 @@ func TestSeedsAreBounded(t *testing.T) {
 	seeds := seedsOf(s.State(), "n00")
 	assert.Len(t, seeds, maxSeeds)
 	assert.True(t, slices.IsSortedFunc(seeds,
-		func(a, b *dpservev1.Peer) int { return strings.Compare(a.GetNode(), b.GetNode()) }))
-	assert.Equal(t, "n01", seeds[0].GetNode())
+		func(a, b state.Node) int { return strings.Compare(a.ID, b.ID) }))
+	assert.Equal(t, "n01", seeds[0].ID)
 }
 
 // FuzzNewcomer: any record of a new node is refused or within bounds.
 func FuzzNewcomer(f *testing.F) {
-	n := newcomer("b")
-	req, err := encodeJoin(pki.Token{}, &n, nil)
+	text, err := json.Marshal(newcomer("b"))
 	require.NoError(f, err)
-	f.Add(req.GetNode(), req.GetToken(), []byte("csr"))
+	f.Add(text, "", []byte("csr"))
 	s := NewEnrollServer(EnrollConfig{
 		Store: newFakeStore(), Proposer: newFakeStore(), Version: "v0.2.0",
 		Log: slog.New(slog.DiscardHandler),
 	})
 	f.Fuzz(func(t *testing.T, node []byte, token string, csr []byte) {
-		_, err := s.Join(t.Context(), &dpservev1.JoinRequest{Node: node, Token: token, Csr: csr})
+		r := joinRequest{Token: token, CSR: csr}
+		if json.Unmarshal(node, &r.Node) != nil {
+			return
+		}
+		_, err := s.join(t.Context(), &r)
 		require.Error(t, err)
 		var p *problem.Error
 		require.ErrorAs(t, fromStatus("a", toStatus(err)), &p)

@@ -2,7 +2,6 @@ package noderpc
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -12,7 +11,6 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/problem"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -40,58 +38,37 @@ var (
 // errUnreachable if the node cannot be called.
 func (c *Conns) Node(node string) *NodeClient { return &NodeClient{c, node} }
 
-// ask calls a method of a node.
-func ask[Q, R any](
-	ctx context.Context, n *NodeClient, limit time.Duration,
-	method func(dpservev1.NodeClient, context.Context, Q, ...grpc.CallOption) (R, error), request Q,
-) (R, error) {
-	return callNode(ctx, n.conns, n.node, limit,
-		func(ctx context.Context, conn *grpc.ClientConn, opts ...grpc.CallOption) (R, error) {
-			return method(dpservev1.NewNodeClient(conn), ctx, request, opts...)
-		})
-}
+// The calls of the Node service, which every node serves.
+const (
+	nodeService = "dpserve.v1.Node"
+
+	startRankCall   = call[msg.StartRank, struct{}]("/" + nodeService + "/StartRank")
+	stopRankCall    = call[msg.StopRank, struct{}]("/" + nodeService + "/StopRank")
+	statusCall      = call[struct{}, msg.NodeCounts]("/" + nodeService + "/Status")
+	resetRouterCall = call[string, int]("/" + nodeService + "/ResetRouter")
+	logsStream      = stream[msg.LogQuery, msg.LogLines]("/" + nodeService + "/Logs")
+)
 
 // StartRank implements msg.NodeAgent.
 func (n *NodeClient) StartRank(ctx context.Context, m *msg.StartRank) error {
-	req, err := encodeStartRank(m)
-	if err != nil {
-		return err
-	}
-	_, err = ask(ctx, n, orderLimit, dpservev1.NodeClient.StartRank, req)
+	_, err := callNode(ctx, n.conns, n.node, orderLimit, startRankCall, m)
 	return err
 }
 
 // StopRank implements msg.NodeAgent.
 func (n *NodeClient) StopRank(ctx context.Context, m *msg.StopRank) error {
-	_, err := ask(ctx, n, orderLimit, dpservev1.NodeClient.StopRank, encodeStopRank(m))
+	_, err := callNode(ctx, n.conns, n.node, orderLimit, stopRankCall, m)
 	return err
 }
 
 // Statuses implements msg.NodeView.
 func (n *NodeClient) Statuses(ctx context.Context) (msg.NodeCounts, error) {
-	r, err := ask(ctx, n, statusLimit, dpservev1.NodeClient.Status, &dpservev1.StatusRequest{})
-	var counts msg.NodeCounts
-	if err != nil {
-		return counts, err
-	}
-	if err = json.Unmarshal(r.GetRanks(), &counts.Ranks); err == nil {
-		err = json.Unmarshal(r.GetQueued(), &counts.Queued)
-	}
-	if pairs := r.GetPairs(); err == nil && len(pairs) > 0 { // older versions send none
-		err = json.Unmarshal(pairs, &counts.Pairs)
-	}
-	if err != nil {
-		return msg.NodeCounts{}, problem.New(problem.Internal, "read the status of node %s: %w", n.node,
-			err).WithHint("run the same version of dpserve on every node")
-	}
-	return counts, nil
+	return callNode(ctx, n.conns, n.node, statusLimit, statusCall, &struct{}{})
 }
 
 // ResetRouter implements msg.NodeView.
 func (n *NodeClient) ResetRouter(ctx context.Context, app string) (int, error) {
-	r, err := ask(ctx, n, resetLimit, dpservev1.NodeClient.ResetRouter,
-		&dpservev1.ResetRouterRequest{App: app})
-	return int(r.GetRanks()), err
+	return callNode(ctx, n.conns, n.node, resetLimit, resetRouterCall, &app)
 }
 
 // errLogIdle is the cause of the end of a log without lines for logsIdle.
@@ -111,9 +88,9 @@ func (n *NodeClient) Logs(ctx context.Context, q msg.LogQuery, give func(msg.Log
 		line := give
 		give = func(l msg.LogLine) error { idle.Reset(logsIdle); return line(l) }
 	}
-	stream, err := dpservev1.NewNodeClient(conn).Logs(inner, encodeQuery(q))
+	lines, err := logsStream.ask(inner, conn, &q)
 	if err == nil {
-		err = n.readLines(stream, give)
+		err = readLines(lines, give)
 	}
 	return n.logError(ctx, inner, err)
 }
@@ -123,14 +100,14 @@ type readerError struct{ err error }
 
 func (e *readerError) Error() string { return e.err.Error() }
 
-func (n *NodeClient) readLines(stream dpservev1.Node_LogsClient, give func(msg.LogLine) error) error {
+func readLines(from *pipe[msg.LogQuery, msg.LogLines], give func(msg.LogLine) error) error {
 	for {
-		m, err := stream.Recv()
+		lines, err := from.Recv()
 		if err != nil {
 			return err
 		}
-		for _, l := range m.GetLines() {
-			if err := give(decodeLine(l)); err != nil {
+		for _, l := range *lines {
+			if err := give(l); err != nil {
 				return &readerError{err}
 			}
 		}
@@ -162,21 +139,44 @@ const (
 
 // NodeConfig is the configuration of a NodeServer. View and Peer are required.
 type NodeConfig struct {
-	Agent msg.NodeAgent // nil on a node without role worker
-	View  msg.NodeView
-	Peer  PeerOf
+	Agent   msg.NodeAgent // nil on a node without role worker
+	View    msg.NodeView
+	Peer    PeerOf
+	Unknown func(what string) // counts what this version does not understand; nil: not counted
 }
 
 // NodeServer answers questions and orders of the leader and of the admin API of other nodes.
-type NodeServer struct {
-	dpservev1.UnimplementedNodeServer
-	cfg NodeConfig
-}
+type NodeServer struct{ cfg NodeConfig }
 
-var _ dpservev1.NodeServer = (*NodeServer)(nil)
-
-// NewNodeServer makes a NodeServer; register it at a grpc.Server with ServerOptions.
+// NewNodeServer makes a NodeServer.
 func NewNodeServer(cfg NodeConfig) *NodeServer { return &NodeServer{cfg: cfg} }
+
+// Register adds the service to a gRPC server with ServerOptions.
+func (s *NodeServer) Register(to grpc.ServiceRegistrar) {
+	unknown, view := s.cfg.Unknown, s.cfg.View
+	register(to, nodeService, []grpc.MethodDesc{
+		startRankCall.serve(unknown, func(ctx context.Context, m *msg.StartRank) (none struct{}, err error) {
+			agent, err := s.checkOrder(ctx)
+			if err != nil {
+				return none, err
+			}
+			return none, agent.StartRank(ctx, m)
+		}),
+		stopRankCall.serve(unknown, func(ctx context.Context, m *msg.StopRank) (none struct{}, err error) {
+			agent, err := s.checkOrder(ctx)
+			if err != nil {
+				return none, err
+			}
+			return none, agent.StopRank(ctx, m)
+		}),
+		statusCall.serve(unknown, func(ctx context.Context, _ *struct{}) (msg.NodeCounts, error) {
+			return view.Statuses(ctx)
+		}),
+		resetRouterCall.serve(unknown, func(ctx context.Context, app *string) (int, error) {
+			return view.ResetRouter(ctx, *app)
+		}),
+	}, logsStream.serve(unknown, s.logs))
+}
 
 // checkOrder refuses orders of nodes that cannot lead, because an order names the program to start.
 func (s *NodeServer) checkOrder(ctx context.Context) (msg.NodeAgent, error) {
@@ -190,99 +190,39 @@ func (s *NodeServer) checkOrder(ctx context.Context) (msg.NodeAgent, error) {
 	return s.cfg.Agent, nil
 }
 
-// StartRank implements dpservev1.NodeServer.
-func (s *NodeServer) StartRank(
-	ctx context.Context, r *dpservev1.StartRankRequest,
-) (*dpservev1.StartRankReply, error) {
-	agent, err := s.checkOrder(ctx)
+// logs sends the lines that wait together as one message. A slow reader slows the reading of the log.
+func (s *NodeServer) logs(to *pipe[msg.LogLines, msg.LogQuery]) error {
+	q, err := to.Recv()
 	if err != nil {
-		return nil, err
+		return err
 	}
-	m, err := decodeStartRank(r)
-	if err != nil {
-		return nil, err
-	}
-	return &dpservev1.StartRankReply{}, agent.StartRank(ctx, m)
-}
-
-// StopRank implements dpservev1.NodeServer.
-func (s *NodeServer) StopRank(
-	ctx context.Context, r *dpservev1.StopRankRequest,
-) (*dpservev1.StopRankReply, error) {
-	agent, err := s.checkOrder(ctx)
-	if err != nil {
-		return nil, err
-	}
-	m, err := decodeStopRank(r)
-	if err != nil {
-		return nil, err
-	}
-	return &dpservev1.StopRankReply{}, agent.StopRank(ctx, m)
-}
-
-// Status implements dpservev1.NodeServer.
-func (s *NodeServer) Status(ctx context.Context, _ *dpservev1.StatusRequest) (*dpservev1.StatusReply, error) {
-	counts, err := s.cfg.View.Statuses(ctx)
-	if err != nil {
-		return nil, err
-	}
-	var reply dpservev1.StatusReply
-	if reply.Ranks, err = json.Marshal(counts.Ranks); err == nil {
-		reply.Queued, err = json.Marshal(counts.Queued)
-	}
-	if err == nil && len(counts.Pairs) > 0 {
-		reply.Pairs, err = json.Marshal(counts.Pairs)
-	}
-	if err != nil {
-		return nil, problem.New(problem.Internal, "encode the ranks' status: %w", err)
-	}
-	return &reply, nil
-}
-
-// ResetRouter implements dpservev1.NodeServer.
-func (s *NodeServer) ResetRouter(
-	ctx context.Context, r *dpservev1.ResetRouterRequest,
-) (*dpservev1.ResetRouterReply, error) {
-	if err := checkName(r.GetApp(), "app"); err != nil {
-		return nil, err
-	}
-	n, err := s.cfg.View.ResetRouter(ctx, r.GetApp())
-	return &dpservev1.ResetRouterReply{Ranks: toInt32(n)}, err
-}
-
-// Logs implements dpservev1.NodeServer. Lines that wait together are sent together; a slow reader slows the
-// reading of the log.
-func (s *NodeServer) Logs(r *dpservev1.LogsRequest, stream dpservev1.Node_LogsServer) error {
-	q, err := decodeQuery(r)
-	if err != nil {
-		return toStatus(err)
-	}
-	ctx, cancel := context.WithCancel(stream.Context())
-	lines := make(chan *dpservev1.LogLine, maxBatch)
+	ctx, cancel := context.WithCancel(to.Context())
+	lines := make(chan msg.LogLine, maxBatch)
 	ended := make(chan error, 1)
 	go func() {
 		defer close(lines)
-		ended <- s.cfg.View.Logs(ctx, q, func(l msg.LogLine) error {
+		ended <- s.cfg.View.Logs(ctx, *q, func(l msg.LogLine) error {
 			select {
-			case lines <- encodeLine(&l):
+			case lines <- l:
 				return nil
 			case <-ctx.Done():
 				return context.Cause(ctx)
 			}
 		})
 	}()
-	err = sendLines(stream, lines)
+	err = sendLines(to, lines)
 	cancel()
-	if gone := <-ended; err == nil && stream.Context().Err() == nil {
-		err = toStatus(gone)
+	if gone := <-ended; err == nil && to.Context().Err() == nil {
+		err = gone
 	}
 	return err
 }
 
 // sendLines sends until lines is closed or the reader has left.
-func sendLines(stream dpservev1.Node_LogsServer, lines <-chan *dpservev1.LogLine) error {
+func sendLines(to *pipe[msg.LogLines, msg.LogQuery], lines <-chan msg.LogLine) error {
 	for first := range lines {
-		if err := stream.Send(&dpservev1.LogLines{Lines: batchOf(first, lines)}); err != nil {
+		batch := batchOf(first, lines)
+		if err := to.Send(&batch); err != nil {
 			return err
 		}
 	}
@@ -290,15 +230,15 @@ func sendLines(stream dpservev1.Node_LogsServer, lines <-chan *dpservev1.LogLine
 }
 
 // batchOf is first and the lines that wait behind it, within the bounds of a message.
-func batchOf(first *dpservev1.LogLine, lines <-chan *dpservev1.LogLine) []*dpservev1.LogLine {
-	batch, size := []*dpservev1.LogLine{first}, len(first.GetText())
+func batchOf(first msg.LogLine, lines <-chan msg.LogLine) msg.LogLines {
+	batch, size := msg.LogLines{first}, len(first.Text)
 	for len(batch) < maxBatch && size < maxBatchBytes {
 		select {
 		case l, ok := <-lines:
 			if !ok {
 				return batch
 			}
-			batch, size = append(batch, l), size+len(l.GetText())
+			batch, size = append(batch, l), size+len(l.Text)
 		default:
 			return batch
 		}

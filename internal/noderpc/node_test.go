@@ -88,8 +88,6 @@ func TestViewOfAnotherNode(t *testing.T) {
 		require.EqualError(t, err, "no app")
 		_, err = b.Statuses(t.Context())
 		require.EqualError(t, err, "no app")
-		_, err = b.ResetRouter(t.Context(), "")
-		assert.Equal(t, problem.InvalidArgument, problem.CodeOf(err))
 	}, "a", "b")
 }
 

@@ -17,7 +17,6 @@ import (
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -32,7 +31,7 @@ func (g *joinRig) serveRenewals(leads func() bool) (port string) {
 	})
 	require.NoError(g.t, p.Listen(g.t.Context(), address))
 	server := grpc.NewServer(append(nodeport.ServerOptions(), EnrollOptions()...)...)
-	dpservev1.RegisterControlServer(server, NewRenewServer(RenewConfig{
+	NewRenewServer(RenewConfig{
 		Store: g.store, Peer: nodeport.PeerFromContext, Hint: func() (string, bool) { return "uid-l", true },
 		Log: slog.New(slog.DiscardHandler),
 		Confirm: func(context.Context) error {
@@ -41,7 +40,7 @@ func (g *joinRig) serveRenewals(leads func() bool) (port string) {
 			}
 			return nil
 		},
-	}))
+	}).Register(server)
 	var served sync.WaitGroup
 	l := p.Listener(nodeport.Renew)
 	served.Go(func() { _ = p.Serve() })
@@ -138,7 +137,6 @@ func TestAnExpiredCertificateIsRenewedByTheLeader(t *testing.T) {
 	conn, err := p.RenewGRPC(address, "uid-a")
 	require.NoError(t, err)
 	defer conn.Close()
-	_, err = dpservev1.NewControlClient(conn).ForwardApply(t.Context(),
-		&dpservev1.ApplyRequest{Command: []byte(`{}`)})
+	err = invoke(t.Context(), conn, string(proposeCall), "{}")
 	require.ErrorContains(t, err, "Unimplemented")
 }

@@ -449,14 +449,7 @@ func (n *Node) buildServers(t *timers) error {
 				},
 			})
 			n.groups = noderpc.NewGroupLinks(noderpc.GroupLinksConfig{
-				Open: func(ctx context.Context, node string) (dpservev1.Ingress_HoldClient, error) {
-					conn, err := n.conns.Get(node)
-					if err != nil {
-						return nil, err
-					}
-					return dpservev1.NewIngressClient(conn).Hold(ctx)
-				},
-				Peer: nodeport.PeerFromContext, Timers: t.stream, Log: n.log,
+				Conn: n.conns.Get, Peer: nodeport.PeerFromContext, Timers: t.stream, Log: n.log,
 			})
 			cfg.Feed, cfg.Groups = n.feed, n.groups
 			cfg.Remote = noderpc.NewDataClient(func(node string) (http.RoundTripper, error) {

@@ -45,14 +45,16 @@ func (n *Node) serveNodes() {
 	s.stopping, s.stop = context.WithCancel(context.Background())
 	s.grpc = grpc.NewServer(append(nodeport.ServerOptions(),
 		noderpc.ServerOptions(n.nodeMetrics.Unknown)...)...)
-	node := noderpc.NodeConfig{View: localView{n}, Peer: nodeport.PeerFromContext}
+	node := noderpc.NodeConfig{
+		View: localView{n}, Peer: nodeport.PeerFromContext, Unknown: n.nodeMetrics.Unknown,
+	}
 	if n.hasRole(state.RoleWorker) {
 		node.Agent = n.node
 		s.serveRanks()
 	}
-	dpservev1.RegisterNodeServer(s.grpc, noderpc.NewNodeServer(node))
+	noderpc.NewNodeServer(node).Register(s.grpc)
 	if n.groups != nil {
-		dpservev1.RegisterIngressServer(s.grpc, n.groups)
+		n.groups.Register(s.grpc)
 	}
 	if n.hasRole(state.RoleControl) {
 		s.serveControl()
@@ -67,21 +69,21 @@ func (n *Node) serveNodes() {
 
 func (s *services) serveControl() {
 	n := s.n
-	dpservev1.RegisterControlServer(s.grpc, noderpc.NewControlServer(noderpc.ControlConfig{
+	noderpc.NewControlServer(noderpc.ControlConfig{
 		Leading: n.currentLeader, Hint: n.store.LeaderNode, Store: n.store,
 		Propose: n.consensus.ProposeHere, Follow: n.consensus.Follow, Peer: nodeport.PeerFromContext,
 		Version: n.cfg.Version, Unknown: n.nodeMetrics.Unknown,
-	}))
+	}).Register(s.grpc)
 	s.enroll = grpc.NewServer(append(nodeport.ServerOptions(), noderpc.EnrollOptions()...)...)
-	dpservev1.RegisterEnrollServer(s.enroll, noderpc.NewEnrollServer(noderpc.EnrollConfig{
+	noderpc.NewEnrollServer(noderpc.EnrollConfig{
 		Store: n.store, Proposer: n.store, Version: n.cfg.Version, Log: n.log,
-	}))
+	}).Register(s.enroll)
 	s.serveGRPC(s.enroll, nodeport.Join)
 	s.renew = grpc.NewServer(append(nodeport.ServerOptions(), noderpc.EnrollOptions()...)...)
-	dpservev1.RegisterControlServer(s.renew, noderpc.NewRenewServer(noderpc.RenewConfig{
+	noderpc.NewRenewServer(noderpc.RenewConfig{
 		Store: n.store, Confirm: n.consensus.Confirm, Hint: n.store.LeaderNode,
 		Peer: nodeport.PeerFromContext, Log: n.log,
-	}))
+	}).Register(s.renew)
 	s.serveGRPC(s.renew, nodeport.Renew)
 }
 

@@ -22,7 +22,6 @@ import (
 	"github.com/dpserve/dpserve/internal/cluster/membership"
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -232,29 +231,17 @@ func (s *junkSender) enrolls(m *harness.Member) {
 			}))
 	require.NoError(s.t, err)
 	s.t.Cleanup(func() { _ = cc.Close() })
-	for what, call := range map[string]func(ctx context.Context) error{
-		"joins without a token": func(ctx context.Context) error {
-			_, err := dpservev1.NewEnrollClient(cc).Join(ctx, &dpservev1.JoinRequest{
-				Token: "sesame",
-				Csr:   junk(), Node: []byte(`{"id":"a","uid":"stranger"}`),
-			})
-			return err
+	for what, call := range map[string][2]string{
+		"joins without a token": {
+			"/dpserve.v1.Enroll/Join", `{"Token":"sesame","CSR":"AAAA","Node":{"id":"a","uid":"stranger"}}`,
 		},
-		"renewals by a stranger": func(ctx context.Context) error {
-			_, err := dpservev1.NewControlClient(cc).Renew(ctx,
-				&dpservev1.RenewRequest{Node: []byte(`{"id":"a","uid":"stranger"}`)})
-			return err
+		"renewals by a stranger": {
+			"/dpserve.v1.Control/Renew", `{"Node":{"id":"a","uid":"stranger"}}`,
 		},
-		"orders of a stranger": func(ctx context.Context) error {
-			_, err := dpservev1.NewNodeClient(cc).StopRank(ctx, &dpservev1.StopRankRequest{
-				Unit:  "wide/0/0",
-				Epoch: 1,
-			})
-			return err
-		},
+		"orders of a stranger": {"/dpserve.v1.Node/StopRank", `{"Unit":"wide/0/0","Epoch":1}`},
 	} {
 		s.every(what, func(ctx context.Context) {
-			if call(ctx) == nil {
+			if _, err := invoke(ctx, cc, call[0], call[1]); err == nil {
 				s.t.Error(what + ": taken")
 			}
 		})

@@ -3,6 +3,7 @@ package system
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"strconv"
 	"strings"
 	"testing"
@@ -68,16 +69,30 @@ func newStandIn(t *testing.T, c *harness.Members, name, release string) *standIn
 	return s
 }
 
-// report is a renewal of the stand-in's lease.
-func (s *standIn) report(t *testing.T, release string) *dpservev1.RenewRequest {
-	t.Helper()
+// invoke calls a method of a node with a message in any form, and returns the answer.
+func invoke(ctx context.Context, cc *grpc.ClientConn, method, text string) (reply []byte, err error) {
+	err = cc.Invoke(ctx, method, []byte(text), &reply, grpc.CallContentSubtype(noderpc.CodecName))
+	return reply, err
+}
+
+// renew renews the stand-in's lease. Its record and its report have more than this version knows, and one
+// event is of a kind that nobody knows.
+func (s *standIn) renew(ctx context.Context, at, release string) ([]byte, error) {
 	n := s.Node
 	n.Version = release
-	text, err := json.Marshal(n)
-	require.NoError(t, err)
-	// a record may have more than this version knows
-	text = append(text[:len(text)-1], `,"colour":"blue"}`...)
-	return &dpservev1.RenewRequest{Node: text, Incarnation: 7, WallUnixNano: time.Now().UnixNano()}
+	record, err := json.Marshal(n)
+	if err != nil {
+		return nil, err
+	}
+	record = append(record[:len(record)-1], `,"colour":"blue"}`...)
+	wall, err := time.Now().MarshalJSON()
+	if err != nil {
+		return nil, err
+	}
+	return invoke(ctx, s.conns[at], "/dpserve.v1.Control/Renew", fmt.Sprintf(
+		`{"Node":%s,"Incarnation":7,"Wall":%s,"Mood":"good",`+
+			`"Events":[{"Number":1,"Unit":"wide/0/0","Kind":"sings"}]}`,
+		record, wall))
 }
 
 // news adds a field that no version knows.
@@ -126,21 +141,20 @@ func TestMB6UnknownMessages(t *testing.T) {
 	t.Logf("an old release: %v", err)
 
 	s := newStandIn(t, c, "new", "v9.0.0")
-	leader := dpservev1.NewControlClient(s.conns[a.Name])
 	ctx, cancel := context.WithTimeout(t.Context(), harness.Patience)
 	defer cancel()
-	r := news(s.report(t, "v9.0.0"))
-	r.Events = []*dpservev1.UnitEvent{{Number: 1, Unit: "wide/0/0", Kind: "sings"}}
-	lease, err := leader.Renew(ctx, r)
+	reply, err := s.renew(ctx, a.Name, "v9.0.0")
 	require.NoError(t, err, "it is heard all the same")
-	assert.Equal(t, uint64(1), lease.GetTaken(), "an event that nobody knows is not kept for ever")
-	_, err = leader.Renew(ctx, s.report(t, "v0.0.9"))
+	var lease struct{ Acked uint64 }
+	require.NoError(t, json.Unmarshal(reply, &lease))
+	assert.Equal(t, uint64(1), lease.Acked, "an event that nobody knows is not kept for ever")
+	_, err = s.renew(ctx, a.Name, "v0.0.9")
 	require.Error(t, err, "a lease of an old release")
 	assert.Contains(t, err.Error(), "v0.0.9")
 	assert.Contains(t, err.Error(), noderpc.OldestVersion)
 	for _, method := range []string{"/dpserve.v1.Control/Dance", "/dpserve.v9.Weather/Tell"} {
 		for _, m := range c.All {
-			err := s.conns[m.Name].Invoke(ctx, method, &dpservev1.StatusRequest{}, &dpservev1.StatusReply{})
+			_, err := invoke(ctx, s.conns[m.Name], method, "{}")
 			assert.Equal(t, codes.Unimplemented, status.Code(err), "%s: %v", method, err)
 		}
 	}

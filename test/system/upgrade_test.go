@@ -3,6 +3,7 @@ package system
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"regexp"
 	"slices"
@@ -12,8 +13,10 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
 
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/internal/cluster"
+	"github.com/dpserve/dpserve/internal/noderpc"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -154,16 +157,18 @@ func (u *upgrade) sameCopies() {
 	read := func(m *harness.Member) (string, error) {
 		ctx, cancel := context.WithTimeout(u.t.Context(), 5*time.Second)
 		defer cancel()
-		stream, err := dpservev1.NewControlClient(reader.conns[m.Name]).Watch(ctx, &dpservev1.WatchRequest{})
+		desc := &grpc.StreamDesc{ServerStreams: true}
+		stream, err := reader.conns[m.Name].NewStream(ctx, desc, "/dpserve.v1.Control/Watch",
+			grpc.CallContentSubtype(noderpc.CodecName))
 		if err != nil {
 			return "", err
 		}
-		got, err := stream.Recv()
-		if err != nil {
+		var got []byte
+		if err := errors.Join(stream.SendMsg([]byte("0")), stream.RecvMsg(&got)); err != nil {
 			return "", err
 		}
-		var update struct{ State json.RawMessage }
-		err = json.Unmarshal(got.GetState(), &update)
+		var update cluster.Update
+		err = json.Unmarshal(got, &update)
 		return string(update.State), err
 	}
 	u.Eventually("the same copies at every control node", func() error {

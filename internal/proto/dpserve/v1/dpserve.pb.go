@@ -4,8 +4,8 @@
 // 	protoc        v7.35.1
 // source: dpserve/v1/dpserve.proto
 
-// The wire between the nodes of one cluster. It runs inside mutual TLS on the node port. Fields are only ever added; a
-// receiver counts and drops what it does not know.
+// The streams of the ranks, and the form of errors. All other calls between nodes send Go structs as JSON
+// (internal/noderpc, call.go).
 
 package dpservev1
 
@@ -24,605 +24,6 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-type JoinRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Token         string                 `protobuf:"bytes,1,opt,name=token,proto3" json:"token,omitempty"` // the secret part
-	Csr           []byte                 `protobuf:"bytes,2,opt,name=csr,proto3" json:"csr,omitempty"`     // PKCS #10, DER
-	Node          []byte                 `protobuf:"bytes,3,opt,name=node,proto3" json:"node,omitempty"`   // state.Node as JSON: name, uid, addresses, roles, version, what it offers
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *JoinRequest) Reset() {
-	*x = JoinRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[0]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *JoinRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*JoinRequest) ProtoMessage() {}
-
-func (x *JoinRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[0]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use JoinRequest.ProtoReflect.Descriptor instead.
-func (*JoinRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{0}
-}
-
-func (x *JoinRequest) GetToken() string {
-	if x != nil {
-		return x.Token
-	}
-	return ""
-}
-
-func (x *JoinRequest) GetCsr() []byte {
-	if x != nil {
-		return x.Csr
-	}
-	return nil
-}
-
-func (x *JoinRequest) GetNode() []byte {
-	if x != nil {
-		return x.Node
-	}
-	return nil
-}
-
-type JoinReply struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Certificate   []byte                 `protobuf:"bytes,1,opt,name=certificate,proto3" json:"certificate,omitempty"` // PEM
-	Authority     []byte                 `protobuf:"bytes,2,opt,name=authority,proto3" json:"authority,omitempty"`     // PEM
-	Cluster       string                 `protobuf:"bytes,3,opt,name=cluster,proto3" json:"cluster,omitempty"`
-	GossipKey     []byte                 `protobuf:"bytes,4,opt,name=gossip_key,json=gossipKey,proto3" json:"gossip_key,omitempty"`
-	Seeds         []*Peer                `protobuf:"bytes,5,rep,name=seeds,proto3" json:"seeds,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *JoinReply) Reset() {
-	*x = JoinReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[1]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *JoinReply) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*JoinReply) ProtoMessage() {}
-
-func (x *JoinReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[1]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use JoinReply.ProtoReflect.Descriptor instead.
-func (*JoinReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{1}
-}
-
-func (x *JoinReply) GetCertificate() []byte {
-	if x != nil {
-		return x.Certificate
-	}
-	return nil
-}
-
-func (x *JoinReply) GetAuthority() []byte {
-	if x != nil {
-		return x.Authority
-	}
-	return nil
-}
-
-func (x *JoinReply) GetCluster() string {
-	if x != nil {
-		return x.Cluster
-	}
-	return ""
-}
-
-func (x *JoinReply) GetGossipKey() []byte {
-	if x != nil {
-		return x.GossipKey
-	}
-	return nil
-}
-
-func (x *JoinReply) GetSeeds() []*Peer {
-	if x != nil {
-		return x.Seeds
-	}
-	return nil
-}
-
-// Peer is where a node is reached.
-type Peer struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Node          string                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
-	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"` // HOST:PORT of the node port
-	Gossip        string                 `protobuf:"bytes,3,opt,name=gossip,proto3" json:"gossip,omitempty"`   // HOST:PORT
-	Roles         []string               `protobuf:"bytes,4,rep,name=roles,proto3" json:"roles,omitempty"`
-	Uid           string                 `protobuf:"bytes,5,opt,name=uid,proto3" json:"uid,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *Peer) Reset() {
-	*x = Peer{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[2]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *Peer) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*Peer) ProtoMessage() {}
-
-func (x *Peer) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[2]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use Peer.ProtoReflect.Descriptor instead.
-func (*Peer) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{2}
-}
-
-func (x *Peer) GetNode() string {
-	if x != nil {
-		return x.Node
-	}
-	return ""
-}
-
-func (x *Peer) GetAddress() string {
-	if x != nil {
-		return x.Address
-	}
-	return ""
-}
-
-func (x *Peer) GetGossip() string {
-	if x != nil {
-		return x.Gossip
-	}
-	return ""
-}
-
-func (x *Peer) GetRoles() []string {
-	if x != nil {
-		return x.Roles
-	}
-	return nil
-}
-
-func (x *Peer) GetUid() string {
-	if x != nil {
-		return x.Uid
-	}
-	return ""
-}
-
-type RenewRequest struct {
-	state            protoimpl.MessageState `protogen:"open.v1"`
-	Node             []byte                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`                // state.Node as JSON
-	Incarnation      uint64                 `protobuf:"varint,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"` // of the node's process
-	WallUnixNano     int64                  `protobuf:"varint,3,opt,name=wall_unix_nano,json=wallUnixNano,proto3" json:"wall_unix_nano,omitempty"`
-	Events           []*UnitEvent           `protobuf:"bytes,4,rep,name=events,proto3" json:"events,omitempty"`                                                 // not yet taken, by number
-	Units            []*UnitEvent           `protobuf:"bytes,5,rep,name=units,proto3" json:"units,omitempty"`                                                   // the newest of every unit the node has
-	Index            uint64                 `protobuf:"varint,6,opt,name=index,proto3" json:"index,omitempty"`                                                  // of its copy of the state
-	Trouble          string                 `protobuf:"bytes,7,opt,name=trouble,proto3" json:"trouble,omitempty"`                                               // what people should know of the node; empty = nothing
-	Stopping         bool                   `protobuf:"varint,8,opt,name=stopping,proto3" json:"stopping,omitempty"`                                            // it starts no unit any more, and ends those that it has after their grace
-	AfterStop        bool                   `protobuf:"varint,9,opt,name=after_stop,json=afterStop,proto3" json:"after_stop,omitempty"`                         // the node's process before this one was told to end
-	RestartGraceNano int64                  `protobuf:"varint,10,opt,name=restart_grace_nano,json=restartGraceNano,proto3" json:"restart_grace_nano,omitempty"` // the process is about to be replaced, its engines live on; 0 = no
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
-}
-
-func (x *RenewRequest) Reset() {
-	*x = RenewRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[3]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *RenewRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*RenewRequest) ProtoMessage() {}
-
-func (x *RenewRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[3]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use RenewRequest.ProtoReflect.Descriptor instead.
-func (*RenewRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{3}
-}
-
-func (x *RenewRequest) GetNode() []byte {
-	if x != nil {
-		return x.Node
-	}
-	return nil
-}
-
-func (x *RenewRequest) GetIncarnation() uint64 {
-	if x != nil {
-		return x.Incarnation
-	}
-	return 0
-}
-
-func (x *RenewRequest) GetWallUnixNano() int64 {
-	if x != nil {
-		return x.WallUnixNano
-	}
-	return 0
-}
-
-func (x *RenewRequest) GetEvents() []*UnitEvent {
-	if x != nil {
-		return x.Events
-	}
-	return nil
-}
-
-func (x *RenewRequest) GetUnits() []*UnitEvent {
-	if x != nil {
-		return x.Units
-	}
-	return nil
-}
-
-func (x *RenewRequest) GetIndex() uint64 {
-	if x != nil {
-		return x.Index
-	}
-	return 0
-}
-
-func (x *RenewRequest) GetTrouble() string {
-	if x != nil {
-		return x.Trouble
-	}
-	return ""
-}
-
-func (x *RenewRequest) GetStopping() bool {
-	if x != nil {
-		return x.Stopping
-	}
-	return false
-}
-
-func (x *RenewRequest) GetAfterStop() bool {
-	if x != nil {
-		return x.AfterStop
-	}
-	return false
-}
-
-func (x *RenewRequest) GetRestartGraceNano() int64 {
-	if x != nil {
-		return x.RestartGraceNano
-	}
-	return 0
-}
-
-type RenewReply struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	TtlNano       int64                  `protobuf:"varint,1,opt,name=ttl_nano,json=ttlNano,proto3" json:"ttl_nano,omitempty"`
-	Leader        string                 `protobuf:"bytes,2,opt,name=leader,proto3" json:"leader,omitempty"`
-	Taken         uint64                 `protobuf:"varint,3,opt,name=taken,proto3" json:"taken,omitempty"` // events up to this number need not be sent again
-	Index         uint64                 `protobuf:"varint,4,opt,name=index,proto3" json:"index,omitempty"`
-	Keyring       [][]byte               `protobuf:"bytes,5,rep,name=keyring,proto3" json:"keyring,omitempty"` // gossip keys, for a node that has others: it sends with the first; empty = no change
-	Waiting       []*Waiting             `protobuf:"bytes,6,rep,name=waiting,proto3" json:"waiting,omitempty"` // applications with units that find no room; for nodes with role ingress
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *RenewReply) Reset() {
-	*x = RenewReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[4]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *RenewReply) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*RenewReply) ProtoMessage() {}
-
-func (x *RenewReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[4]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use RenewReply.ProtoReflect.Descriptor instead.
-func (*RenewReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{4}
-}
-
-func (x *RenewReply) GetTtlNano() int64 {
-	if x != nil {
-		return x.TtlNano
-	}
-	return 0
-}
-
-func (x *RenewReply) GetLeader() string {
-	if x != nil {
-		return x.Leader
-	}
-	return ""
-}
-
-func (x *RenewReply) GetTaken() uint64 {
-	if x != nil {
-		return x.Taken
-	}
-	return 0
-}
-
-func (x *RenewReply) GetIndex() uint64 {
-	if x != nil {
-		return x.Index
-	}
-	return 0
-}
-
-func (x *RenewReply) GetKeyring() [][]byte {
-	if x != nil {
-		return x.Keyring
-	}
-	return nil
-}
-
-func (x *RenewReply) GetWaiting() []*Waiting {
-	if x != nil {
-		return x.Waiting
-	}
-	return nil
-}
-
-// Waiting is an application with units that placement found no room for.
-type Waiting struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	App           string                 `protobuf:"bytes,1,opt,name=app,proto3" json:"app,omitempty"`
-	Revision      uint64                 `protobuf:"varint,2,opt,name=revision,proto3" json:"revision,omitempty"`                                                                     // of the application
-	Reason        string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`                                                                          // for clients: it names no node
-	Units         map[string]uint64      `protobuf:"bytes,4,rep,name=units,proto3" json:"units,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"` // unit, and the highest epoch it ever had: with a higher one it waits no more
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *Waiting) Reset() {
-	*x = Waiting{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[5]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *Waiting) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*Waiting) ProtoMessage() {}
-
-func (x *Waiting) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[5]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use Waiting.ProtoReflect.Descriptor instead.
-func (*Waiting) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{5}
-}
-
-func (x *Waiting) GetApp() string {
-	if x != nil {
-		return x.App
-	}
-	return ""
-}
-
-func (x *Waiting) GetRevision() uint64 {
-	if x != nil {
-		return x.Revision
-	}
-	return 0
-}
-
-func (x *Waiting) GetReason() string {
-	if x != nil {
-		return x.Reason
-	}
-	return ""
-}
-
-func (x *Waiting) GetUnits() map[string]uint64 {
-	if x != nil {
-		return x.Units
-	}
-	return nil
-}
-
-// UnitEvent is what a node says of a unit.
-type UnitEvent struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Number        uint64                 `protobuf:"varint,1,opt,name=number,proto3" json:"number,omitempty"`
-	Unit          string                 `protobuf:"bytes,2,opt,name=unit,proto3" json:"unit,omitempty"`
-	Epoch         uint64                 `protobuf:"varint,3,opt,name=epoch,proto3" json:"epoch,omitempty"`
-	Kind          string                 `protobuf:"bytes,4,opt,name=kind,proto3" json:"kind,omitempty"`
-	Rank          int32                  `protobuf:"varint,5,opt,name=rank,proto3" json:"rank,omitempty"` // -1: none in particular
-	Reason        string                 `protobuf:"bytes,6,opt,name=reason,proto3" json:"reason,omitempty"`
-	LogTail       []string               `protobuf:"bytes,7,rep,name=log_tail,json=logTail,proto3" json:"log_tail,omitempty"`
-	WasReady      bool                   `protobuf:"varint,8,opt,name=was_ready,json=wasReady,proto3" json:"was_ready,omitempty"`
-	Asked         bool                   `protobuf:"varint,9,opt,name=asked,proto3" json:"asked,omitempty"`
-	AtUnixNano    int64                  `protobuf:"varint,10,opt,name=at_unix_nano,json=atUnixNano,proto3" json:"at_unix_nano,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *UnitEvent) Reset() {
-	*x = UnitEvent{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[6]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *UnitEvent) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*UnitEvent) ProtoMessage() {}
-
-func (x *UnitEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[6]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use UnitEvent.ProtoReflect.Descriptor instead.
-func (*UnitEvent) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{6}
-}
-
-func (x *UnitEvent) GetNumber() uint64 {
-	if x != nil {
-		return x.Number
-	}
-	return 0
-}
-
-func (x *UnitEvent) GetUnit() string {
-	if x != nil {
-		return x.Unit
-	}
-	return ""
-}
-
-func (x *UnitEvent) GetEpoch() uint64 {
-	if x != nil {
-		return x.Epoch
-	}
-	return 0
-}
-
-func (x *UnitEvent) GetKind() string {
-	if x != nil {
-		return x.Kind
-	}
-	return ""
-}
-
-func (x *UnitEvent) GetRank() int32 {
-	if x != nil {
-		return x.Rank
-	}
-	return 0
-}
-
-func (x *UnitEvent) GetReason() string {
-	if x != nil {
-		return x.Reason
-	}
-	return ""
-}
-
-func (x *UnitEvent) GetLogTail() []string {
-	if x != nil {
-		return x.LogTail
-	}
-	return nil
-}
-
-func (x *UnitEvent) GetWasReady() bool {
-	if x != nil {
-		return x.WasReady
-	}
-	return false
-}
-
-func (x *UnitEvent) GetAsked() bool {
-	if x != nil {
-		return x.Asked
-	}
-	return false
-}
-
-func (x *UnitEvent) GetAtUnixNano() int64 {
-	if x != nil {
-		return x.AtUnixNano
-	}
-	return 0
-}
-
 // Problem is an error on its way: the detail of a status.
 type Problem struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -639,7 +40,7 @@ type Problem struct {
 
 func (x *Problem) Reset() {
 	*x = Problem{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[7]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[0]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -651,7 +52,7 @@ func (x *Problem) String() string {
 func (*Problem) ProtoMessage() {}
 
 func (x *Problem) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[7]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[0]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -664,7 +65,7 @@ func (x *Problem) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Problem.ProtoReflect.Descriptor instead.
 func (*Problem) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{7}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{0}
 }
 
 func (x *Problem) GetCode() string {
@@ -716,1419 +117,6 @@ func (x *Problem) GetLeader() string {
 	return ""
 }
 
-type CertifyRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Csr           []byte                 `protobuf:"bytes,1,opt,name=csr,proto3" json:"csr,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *CertifyRequest) Reset() {
-	*x = CertifyRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *CertifyRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*CertifyRequest) ProtoMessage() {}
-
-func (x *CertifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use CertifyRequest.ProtoReflect.Descriptor instead.
-func (*CertifyRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{8}
-}
-
-func (x *CertifyRequest) GetCsr() []byte {
-	if x != nil {
-		return x.Csr
-	}
-	return nil
-}
-
-type CertifyReply struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Certificate   []byte                 `protobuf:"bytes,1,opt,name=certificate,proto3" json:"certificate,omitempty"`
-	Authority     []byte                 `protobuf:"bytes,2,opt,name=authority,proto3" json:"authority,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *CertifyReply) Reset() {
-	*x = CertifyReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[9]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *CertifyReply) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*CertifyReply) ProtoMessage() {}
-
-func (x *CertifyReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[9]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use CertifyReply.ProtoReflect.Descriptor instead.
-func (*CertifyReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{9}
-}
-
-func (x *CertifyReply) GetCertificate() []byte {
-	if x != nil {
-		return x.Certificate
-	}
-	return nil
-}
-
-func (x *CertifyReply) GetAuthority() []byte {
-	if x != nil {
-		return x.Authority
-	}
-	return nil
-}
-
-type ApplyRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Command       []byte                 `protobuf:"bytes,1,opt,name=command,proto3" json:"command,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *ApplyRequest) Reset() {
-	*x = ApplyRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[10]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *ApplyRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*ApplyRequest) ProtoMessage() {}
-
-func (x *ApplyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[10]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use ApplyRequest.ProtoReflect.Descriptor instead.
-func (*ApplyRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{10}
-}
-
-func (x *ApplyRequest) GetCommand() []byte {
-	if x != nil {
-		return x.Command
-	}
-	return nil
-}
-
-type ApplyReply struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Result        []byte                 `protobuf:"bytes,1,opt,name=result,proto3" json:"result,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *ApplyReply) Reset() {
-	*x = ApplyReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[11]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *ApplyReply) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*ApplyReply) ProtoMessage() {}
-
-func (x *ApplyReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[11]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use ApplyReply.ProtoReflect.Descriptor instead.
-func (*ApplyReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{11}
-}
-
-func (x *ApplyReply) GetResult() []byte {
-	if x != nil {
-		return x.Result
-	}
-	return nil
-}
-
-type WatchRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Index         uint64                 `protobuf:"varint,1,opt,name=index,proto3" json:"index,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *WatchRequest) Reset() {
-	*x = WatchRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[12]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *WatchRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*WatchRequest) ProtoMessage() {}
-
-func (x *WatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[12]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
-func (*WatchRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{12}
-}
-
-func (x *WatchRequest) GetIndex() uint64 {
-	if x != nil {
-		return x.Index
-	}
-	return 0
-}
-
-type WatchUpdate struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	State         []byte                 `protobuf:"bytes,1,opt,name=state,proto3" json:"state,omitempty"` // state.State without its secrets; empty = a heartbeat
-	Index         uint64                 `protobuf:"varint,2,opt,name=index,proto3" json:"index,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *WatchUpdate) Reset() {
-	*x = WatchUpdate{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[13]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *WatchUpdate) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*WatchUpdate) ProtoMessage() {}
-
-func (x *WatchUpdate) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[13]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use WatchUpdate.ProtoReflect.Descriptor instead.
-func (*WatchUpdate) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{13}
-}
-
-func (x *WatchUpdate) GetState() []byte {
-	if x != nil {
-		return x.State
-	}
-	return nil
-}
-
-func (x *WatchUpdate) GetIndex() uint64 {
-	if x != nil {
-		return x.Index
-	}
-	return 0
-}
-
-type AssignRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	App           string                 `protobuf:"bytes,1,opt,name=app,proto3" json:"app,omitempty"`
-	Group         int32                  `protobuf:"varint,2,opt,name=group,proto3" json:"group,omitempty"`
-	ReplicaId     string                 `protobuf:"bytes,3,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *AssignRequest) Reset() {
-	*x = AssignRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[14]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *AssignRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*AssignRequest) ProtoMessage() {}
-
-func (x *AssignRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[14]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use AssignRequest.ProtoReflect.Descriptor instead.
-func (*AssignRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{14}
-}
-
-func (x *AssignRequest) GetApp() string {
-	if x != nil {
-		return x.App
-	}
-	return ""
-}
-
-func (x *AssignRequest) GetGroup() int32 {
-	if x != nil {
-		return x.Group
-	}
-	return 0
-}
-
-func (x *AssignRequest) GetReplicaId() string {
-	if x != nil {
-		return x.ReplicaId
-	}
-	return ""
-}
-
-type AssignReply struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Rank          int32                  `protobuf:"varint,1,opt,name=rank,proto3" json:"rank,omitempty"`
-	Epoch         uint64                 `protobuf:"varint,2,opt,name=epoch,proto3" json:"epoch,omitempty"`
-	DpSize        int32                  `protobuf:"varint,3,opt,name=dp_size,json=dpSize,proto3" json:"dp_size,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *AssignReply) Reset() {
-	*x = AssignReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[15]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *AssignReply) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*AssignReply) ProtoMessage() {}
-
-func (x *AssignReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[15]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use AssignReply.ProtoReflect.Descriptor instead.
-func (*AssignReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{15}
-}
-
-func (x *AssignReply) GetRank() int32 {
-	if x != nil {
-		return x.Rank
-	}
-	return 0
-}
-
-func (x *AssignReply) GetEpoch() uint64 {
-	if x != nil {
-		return x.Epoch
-	}
-	return 0
-}
-
-func (x *AssignReply) GetDpSize() int32 {
-	if x != nil {
-		return x.DpSize
-	}
-	return 0
-}
-
-type PublishRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Unit          string                 `protobuf:"bytes,1,opt,name=unit,proto3" json:"unit,omitempty"`
-	Epoch         uint64                 `protobuf:"varint,2,opt,name=epoch,proto3" json:"epoch,omitempty"`
-	Rank          int32                  `protobuf:"varint,3,opt,name=rank,proto3" json:"rank,omitempty"`
-	Addr          string                 `protobuf:"bytes,4,opt,name=addr,proto3" json:"addr,omitempty"`
-	Port          int32                  `protobuf:"varint,5,opt,name=port,proto3" json:"port,omitempty"`
-	Settings      string                 `protobuf:"bytes,6,opt,name=settings,proto3" json:"settings,omitempty"` // of rank 0's engine, once it is up
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *PublishRequest) Reset() {
-	*x = PublishRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[16]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *PublishRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*PublishRequest) ProtoMessage() {}
-
-func (x *PublishRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[16]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use PublishRequest.ProtoReflect.Descriptor instead.
-func (*PublishRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{16}
-}
-
-func (x *PublishRequest) GetUnit() string {
-	if x != nil {
-		return x.Unit
-	}
-	return ""
-}
-
-func (x *PublishRequest) GetEpoch() uint64 {
-	if x != nil {
-		return x.Epoch
-	}
-	return 0
-}
-
-func (x *PublishRequest) GetRank() int32 {
-	if x != nil {
-		return x.Rank
-	}
-	return 0
-}
-
-func (x *PublishRequest) GetAddr() string {
-	if x != nil {
-		return x.Addr
-	}
-	return ""
-}
-
-func (x *PublishRequest) GetPort() int32 {
-	if x != nil {
-		return x.Port
-	}
-	return 0
-}
-
-func (x *PublishRequest) GetSettings() string {
-	if x != nil {
-		return x.Settings
-	}
-	return ""
-}
-
-type PublishReply struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *PublishReply) Reset() {
-	*x = PublishReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[17]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *PublishReply) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*PublishReply) ProtoMessage() {}
-
-func (x *PublishReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[17]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use PublishReply.ProtoReflect.Descriptor instead.
-func (*PublishReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{17}
-}
-
-type AwaitRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Unit          string                 `protobuf:"bytes,1,opt,name=unit,proto3" json:"unit,omitempty"`
-	Epoch         uint64                 `protobuf:"varint,2,opt,name=epoch,proto3" json:"epoch,omitempty"`
-	Rank          int32                  `protobuf:"varint,3,opt,name=rank,proto3" json:"rank,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *AwaitRequest) Reset() {
-	*x = AwaitRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[18]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *AwaitRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*AwaitRequest) ProtoMessage() {}
-
-func (x *AwaitRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[18]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use AwaitRequest.ProtoReflect.Descriptor instead.
-func (*AwaitRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{18}
-}
-
-func (x *AwaitRequest) GetUnit() string {
-	if x != nil {
-		return x.Unit
-	}
-	return ""
-}
-
-func (x *AwaitRequest) GetEpoch() uint64 {
-	if x != nil {
-		return x.Epoch
-	}
-	return 0
-}
-
-func (x *AwaitRequest) GetRank() int32 {
-	if x != nil {
-		return x.Rank
-	}
-	return 0
-}
-
-// AwaitReply without an address says: not yet, ask again.
-type AwaitReply struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Addr          string                 `protobuf:"bytes,1,opt,name=addr,proto3" json:"addr,omitempty"`
-	Port          int32                  `protobuf:"varint,2,opt,name=port,proto3" json:"port,omitempty"`
-	Settings      string                 `protobuf:"bytes,3,opt,name=settings,proto3" json:"settings,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *AwaitReply) Reset() {
-	*x = AwaitReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[19]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *AwaitReply) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*AwaitReply) ProtoMessage() {}
-
-func (x *AwaitReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[19]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use AwaitReply.ProtoReflect.Descriptor instead.
-func (*AwaitReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{19}
-}
-
-func (x *AwaitReply) GetAddr() string {
-	if x != nil {
-		return x.Addr
-	}
-	return ""
-}
-
-func (x *AwaitReply) GetPort() int32 {
-	if x != nil {
-		return x.Port
-	}
-	return 0
-}
-
-func (x *AwaitReply) GetSettings() string {
-	if x != nil {
-		return x.Settings
-	}
-	return ""
-}
-
-type StartRankRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	App           []byte                 `protobuf:"bytes,1,opt,name=app,proto3" json:"app,omitempty"` // app.Application as JSON
-	AppRevision   uint64                 `protobuf:"varint,2,opt,name=app_revision,json=appRevision,proto3" json:"app_revision,omitempty"`
-	Unit          string                 `protobuf:"bytes,3,opt,name=unit,proto3" json:"unit,omitempty"`
-	Group         int32                  `protobuf:"varint,4,opt,name=group,proto3" json:"group,omitempty"`
-	Epoch         uint64                 `protobuf:"varint,5,opt,name=epoch,proto3" json:"epoch,omitempty"`
-	Ranks         []*RankGrant           `protobuf:"bytes,6,rep,name=ranks,proto3" json:"ranks,omitempty"`
-	AllRanks      []*RankGrant           `protobuf:"bytes,7,rep,name=all_ranks,json=allRanks,proto3" json:"all_ranks,omitempty"`
-	Block         *Block                 `protobuf:"bytes,8,opt,name=block,proto3" json:"block,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *StartRankRequest) Reset() {
-	*x = StartRankRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[20]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *StartRankRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*StartRankRequest) ProtoMessage() {}
-
-func (x *StartRankRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[20]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use StartRankRequest.ProtoReflect.Descriptor instead.
-func (*StartRankRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{20}
-}
-
-func (x *StartRankRequest) GetApp() []byte {
-	if x != nil {
-		return x.App
-	}
-	return nil
-}
-
-func (x *StartRankRequest) GetAppRevision() uint64 {
-	if x != nil {
-		return x.AppRevision
-	}
-	return 0
-}
-
-func (x *StartRankRequest) GetUnit() string {
-	if x != nil {
-		return x.Unit
-	}
-	return ""
-}
-
-func (x *StartRankRequest) GetGroup() int32 {
-	if x != nil {
-		return x.Group
-	}
-	return 0
-}
-
-func (x *StartRankRequest) GetEpoch() uint64 {
-	if x != nil {
-		return x.Epoch
-	}
-	return 0
-}
-
-func (x *StartRankRequest) GetRanks() []*RankGrant {
-	if x != nil {
-		return x.Ranks
-	}
-	return nil
-}
-
-func (x *StartRankRequest) GetAllRanks() []*RankGrant {
-	if x != nil {
-		return x.AllRanks
-	}
-	return nil
-}
-
-func (x *StartRankRequest) GetBlock() *Block {
-	if x != nil {
-		return x.Block
-	}
-	return nil
-}
-
-type StartRankReply struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *StartRankReply) Reset() {
-	*x = StartRankReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[21]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *StartRankReply) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*StartRankReply) ProtoMessage() {}
-
-func (x *StartRankReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[21]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use StartRankReply.ProtoReflect.Descriptor instead.
-func (*StartRankReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{21}
-}
-
-type RankGrant struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Rank          int32                  `protobuf:"varint,1,opt,name=rank,proto3" json:"rank,omitempty"`
-	Node          string                 `protobuf:"bytes,2,opt,name=node,proto3" json:"node,omitempty"`
-	Slot          int32                  `protobuf:"varint,3,opt,name=slot,proto3" json:"slot,omitempty"`
-	Devices       []int32                `protobuf:"varint,4,rep,packed,name=devices,proto3" json:"devices,omitempty"`
-	Share         int32                  `protobuf:"varint,5,opt,name=share,proto3" json:"share,omitempty"` // parts of its one device, of 10,000; 0 = its devices are its own
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *RankGrant) Reset() {
-	*x = RankGrant{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[22]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *RankGrant) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*RankGrant) ProtoMessage() {}
-
-func (x *RankGrant) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[22]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use RankGrant.ProtoReflect.Descriptor instead.
-func (*RankGrant) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{22}
-}
-
-func (x *RankGrant) GetRank() int32 {
-	if x != nil {
-		return x.Rank
-	}
-	return 0
-}
-
-func (x *RankGrant) GetNode() string {
-	if x != nil {
-		return x.Node
-	}
-	return ""
-}
-
-func (x *RankGrant) GetSlot() int32 {
-	if x != nil {
-		return x.Slot
-	}
-	return 0
-}
-
-func (x *RankGrant) GetDevices() []int32 {
-	if x != nil {
-		return x.Devices
-	}
-	return nil
-}
-
-func (x *RankGrant) GetShare() int32 {
-	if x != nil {
-		return x.Share
-	}
-	return 0
-}
-
-type Block struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Node          string                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
-	Base          int32                  `protobuf:"varint,2,opt,name=base,proto3" json:"base,omitempty"`
-	Size          int32                  `protobuf:"varint,3,opt,name=size,proto3" json:"size,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *Block) Reset() {
-	*x = Block{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[23]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *Block) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*Block) ProtoMessage() {}
-
-func (x *Block) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[23]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use Block.ProtoReflect.Descriptor instead.
-func (*Block) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{23}
-}
-
-func (x *Block) GetNode() string {
-	if x != nil {
-		return x.Node
-	}
-	return ""
-}
-
-func (x *Block) GetBase() int32 {
-	if x != nil {
-		return x.Base
-	}
-	return 0
-}
-
-func (x *Block) GetSize() int32 {
-	if x != nil {
-		return x.Size
-	}
-	return 0
-}
-
-type StopRankRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Unit          string                 `protobuf:"bytes,1,opt,name=unit,proto3" json:"unit,omitempty"`
-	Epoch         uint64                 `protobuf:"varint,2,opt,name=epoch,proto3" json:"epoch,omitempty"`
-	GraceNano     int64                  `protobuf:"varint,3,opt,name=grace_nano,json=graceNano,proto3" json:"grace_nano,omitempty"`
-	Reason        string                 `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *StopRankRequest) Reset() {
-	*x = StopRankRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[24]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *StopRankRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*StopRankRequest) ProtoMessage() {}
-
-func (x *StopRankRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[24]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use StopRankRequest.ProtoReflect.Descriptor instead.
-func (*StopRankRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{24}
-}
-
-func (x *StopRankRequest) GetUnit() string {
-	if x != nil {
-		return x.Unit
-	}
-	return ""
-}
-
-func (x *StopRankRequest) GetEpoch() uint64 {
-	if x != nil {
-		return x.Epoch
-	}
-	return 0
-}
-
-func (x *StopRankRequest) GetGraceNano() int64 {
-	if x != nil {
-		return x.GraceNano
-	}
-	return 0
-}
-
-func (x *StopRankRequest) GetReason() string {
-	if x != nil {
-		return x.Reason
-	}
-	return ""
-}
-
-type StopRankReply struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *StopRankReply) Reset() {
-	*x = StopRankReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[25]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *StopRankReply) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*StopRankReply) ProtoMessage() {}
-
-func (x *StopRankReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[25]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use StopRankReply.ProtoReflect.Descriptor instead.
-func (*StopRankReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{25}
-}
-
-type StatusRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *StatusRequest) Reset() {
-	*x = StatusRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[26]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *StatusRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*StatusRequest) ProtoMessage() {}
-
-func (x *StatusRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[26]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use StatusRequest.ProtoReflect.Descriptor instead.
-func (*StatusRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{26}
-}
-
-type StatusReply struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Ranks         []byte                 `protobuf:"bytes,1,opt,name=ranks,proto3" json:"ranks,omitempty"`   // map of unit to msg.RankStatus as JSON
-	Queued        []byte                 `protobuf:"bytes,2,opt,name=queued,proto3" json:"queued,omitempty"` // map of application to requests in this node's FIFO, as JSON
-	Pairs         []byte                 `protobuf:"bytes,3,opt,name=pairs,proto3" json:"pairs,omitempty"`   // map of application to client.PDStatus of this node's ingress, as JSON
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *StatusReply) Reset() {
-	*x = StatusReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[27]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *StatusReply) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*StatusReply) ProtoMessage() {}
-
-func (x *StatusReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[27]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use StatusReply.ProtoReflect.Descriptor instead.
-func (*StatusReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{27}
-}
-
-func (x *StatusReply) GetRanks() []byte {
-	if x != nil {
-		return x.Ranks
-	}
-	return nil
-}
-
-func (x *StatusReply) GetQueued() []byte {
-	if x != nil {
-		return x.Queued
-	}
-	return nil
-}
-
-func (x *StatusReply) GetPairs() []byte {
-	if x != nil {
-		return x.Pairs
-	}
-	return nil
-}
-
-type LogsRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	App           string                 `protobuf:"bytes,1,opt,name=app,proto3" json:"app,omitempty"`
-	Unit          string                 `protobuf:"bytes,2,opt,name=unit,proto3" json:"unit,omitempty"`
-	Rank          int32                  `protobuf:"varint,3,opt,name=rank,proto3" json:"rank,omitempty"` // -1: all
-	Tail          int32                  `protobuf:"varint,4,opt,name=tail,proto3" json:"tail,omitempty"`
-	SinceUnixNano int64                  `protobuf:"varint,5,opt,name=since_unix_nano,json=sinceUnixNano,proto3" json:"since_unix_nano,omitempty"` // 0: from the start
-	Follow        bool                   `protobuf:"varint,6,opt,name=follow,proto3" json:"follow,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *LogsRequest) Reset() {
-	*x = LogsRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[28]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *LogsRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*LogsRequest) ProtoMessage() {}
-
-func (x *LogsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[28]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use LogsRequest.ProtoReflect.Descriptor instead.
-func (*LogsRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{28}
-}
-
-func (x *LogsRequest) GetApp() string {
-	if x != nil {
-		return x.App
-	}
-	return ""
-}
-
-func (x *LogsRequest) GetUnit() string {
-	if x != nil {
-		return x.Unit
-	}
-	return ""
-}
-
-func (x *LogsRequest) GetRank() int32 {
-	if x != nil {
-		return x.Rank
-	}
-	return 0
-}
-
-func (x *LogsRequest) GetTail() int32 {
-	if x != nil {
-		return x.Tail
-	}
-	return 0
-}
-
-func (x *LogsRequest) GetSinceUnixNano() int64 {
-	if x != nil {
-		return x.SinceUnixNano
-	}
-	return 0
-}
-
-func (x *LogsRequest) GetFollow() bool {
-	if x != nil {
-		return x.Follow
-	}
-	return false
-}
-
-type LogLines struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Lines         []*LogLine             `protobuf:"bytes,1,rep,name=lines,proto3" json:"lines,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *LogLines) Reset() {
-	*x = LogLines{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[29]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *LogLines) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*LogLines) ProtoMessage() {}
-
-func (x *LogLines) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[29]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use LogLines.ProtoReflect.Descriptor instead.
-func (*LogLines) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{29}
-}
-
-func (x *LogLines) GetLines() []*LogLine {
-	if x != nil {
-		return x.Lines
-	}
-	return nil
-}
-
-type LogLine struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Unit          string                 `protobuf:"bytes,1,opt,name=unit,proto3" json:"unit,omitempty"`
-	Rank          int32                  `protobuf:"varint,2,opt,name=rank,proto3" json:"rank,omitempty"`
-	AtUnixNano    int64                  `protobuf:"varint,3,opt,name=at_unix_nano,json=atUnixNano,proto3" json:"at_unix_nano,omitempty"`
-	Stream        string                 `protobuf:"bytes,4,opt,name=stream,proto3" json:"stream,omitempty"`
-	Text          string                 `protobuf:"bytes,5,opt,name=text,proto3" json:"text,omitempty"`
-	Epoch         uint64                 `protobuf:"varint,6,opt,name=epoch,proto3" json:"epoch,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *LogLine) Reset() {
-	*x = LogLine{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[30]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *LogLine) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*LogLine) ProtoMessage() {}
-
-func (x *LogLine) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[30]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use LogLine.ProtoReflect.Descriptor instead.
-func (*LogLine) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{30}
-}
-
-func (x *LogLine) GetUnit() string {
-	if x != nil {
-		return x.Unit
-	}
-	return ""
-}
-
-func (x *LogLine) GetRank() int32 {
-	if x != nil {
-		return x.Rank
-	}
-	return 0
-}
-
-func (x *LogLine) GetAtUnixNano() int64 {
-	if x != nil {
-		return x.AtUnixNano
-	}
-	return 0
-}
-
-func (x *LogLine) GetStream() string {
-	if x != nil {
-		return x.Stream
-	}
-	return ""
-}
-
-func (x *LogLine) GetText() string {
-	if x != nil {
-		return x.Text
-	}
-	return ""
-}
-
-func (x *LogLine) GetEpoch() uint64 {
-	if x != nil {
-		return x.Epoch
-	}
-	return 0
-}
-
-type ResetRouterRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	App           string                 `protobuf:"bytes,1,opt,name=app,proto3" json:"app,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *ResetRouterRequest) Reset() {
-	*x = ResetRouterRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[31]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *ResetRouterRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*ResetRouterRequest) ProtoMessage() {}
-
-func (x *ResetRouterRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[31]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use ResetRouterRequest.ProtoReflect.Descriptor instead.
-func (*ResetRouterRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{31}
-}
-
-func (x *ResetRouterRequest) GetApp() string {
-	if x != nil {
-		return x.App
-	}
-	return ""
-}
-
-type ResetRouterReply struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Ranks         int32                  `protobuf:"varint,1,opt,name=ranks,proto3" json:"ranks,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *ResetRouterReply) Reset() {
-	*x = ResetRouterReply{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[32]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *ResetRouterReply) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*ResetRouterReply) ProtoMessage() {}
-
-func (x *ResetRouterReply) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[32]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use ResetRouterReply.ProtoReflect.Descriptor instead.
-func (*ResetRouterReply) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{32}
-}
-
-func (x *ResetRouterReply) GetRanks() int32 {
-	if x != nil {
-		return x.Ranks
-	}
-	return 0
-}
-
 // SubscribeRequest is what an ingress node says on its stream: who it is, then whatever it posts to the ranks.
 type SubscribeRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2141,7 +129,7 @@ type SubscribeRequest struct {
 
 func (x *SubscribeRequest) Reset() {
 	*x = SubscribeRequest{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[33]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[1]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2153,7 +141,7 @@ func (x *SubscribeRequest) String() string {
 func (*SubscribeRequest) ProtoMessage() {}
 
 func (x *SubscribeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[33]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[1]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2166,7 +154,7 @@ func (x *SubscribeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SubscribeRequest.ProtoReflect.Descriptor instead.
 func (*SubscribeRequest) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{33}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{1}
 }
 
 func (x *SubscribeRequest) GetIngress() string {
@@ -2212,7 +200,7 @@ type Post struct {
 
 func (x *Post) Reset() {
 	*x = Post{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[34]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2224,7 +212,7 @@ func (x *Post) String() string {
 func (*Post) ProtoMessage() {}
 
 func (x *Post) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[34]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2237,7 +225,7 @@ func (x *Post) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Post.ProtoReflect.Descriptor instead.
 func (*Post) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{34}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *Post) GetUnit() string {
@@ -2388,7 +376,7 @@ type Done struct {
 
 func (x *Done) Reset() {
 	*x = Done{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[35]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2400,7 +388,7 @@ func (x *Done) String() string {
 func (*Done) ProtoMessage() {}
 
 func (x *Done) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[35]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2413,7 +401,7 @@ func (x *Done) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Done.ProtoReflect.Descriptor instead.
 func (*Done) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{35}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Done) GetTicket() uint64 {
@@ -2503,7 +491,7 @@ type FirstToken struct {
 
 func (x *FirstToken) Reset() {
 	*x = FirstToken{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[36]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2515,7 +503,7 @@ func (x *FirstToken) String() string {
 func (*FirstToken) ProtoMessage() {}
 
 func (x *FirstToken) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[36]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2528,7 +516,7 @@ func (x *FirstToken) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FirstToken.ProtoReflect.Descriptor instead.
 func (*FirstToken) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{36}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *FirstToken) GetTicket() uint64 {
@@ -2555,7 +543,7 @@ type Progress struct {
 
 func (x *Progress) Reset() {
 	*x = Progress{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[37]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2567,7 +555,7 @@ func (x *Progress) String() string {
 func (*Progress) ProtoMessage() {}
 
 func (x *Progress) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[37]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2580,7 +568,7 @@ func (x *Progress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Progress.ProtoReflect.Descriptor instead.
 func (*Progress) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{37}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Progress) GetTicket() uint64 {
@@ -2605,7 +593,7 @@ type Resync struct {
 
 func (x *Resync) Reset() {
 	*x = Resync{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[38]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2617,7 +605,7 @@ func (x *Resync) String() string {
 func (*Resync) ProtoMessage() {}
 
 func (x *Resync) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[38]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2630,7 +618,7 @@ func (x *Resync) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Resync.ProtoReflect.Descriptor instead.
 func (*Resync) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{38}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{6}
 }
 
 // Pardon takes back that an answer counts towards the trip: another rank has answered the same.
@@ -2642,7 +630,7 @@ type Pardon struct {
 
 func (x *Pardon) Reset() {
 	*x = Pardon{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[39]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2654,7 +642,7 @@ func (x *Pardon) String() string {
 func (*Pardon) ProtoMessage() {}
 
 func (x *Pardon) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[39]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2667,7 +655,7 @@ func (x *Pardon) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pardon.ProtoReflect.Descriptor instead.
 func (*Pardon) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{39}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{7}
 }
 
 // Demand says whether requests wait at the ingress for room on the rank's application.
@@ -2680,7 +668,7 @@ type Demand struct {
 
 func (x *Demand) Reset() {
 	*x = Demand{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[40]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2692,7 +680,7 @@ func (x *Demand) String() string {
 func (*Demand) ProtoMessage() {}
 
 func (x *Demand) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[40]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2705,7 +693,7 @@ func (x *Demand) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Demand.ProtoReflect.Descriptor instead.
 func (*Demand) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{40}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Demand) GetWaits() bool {
@@ -2726,7 +714,7 @@ type Records struct {
 
 func (x *Records) Reset() {
 	*x = Records{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[41]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2738,7 +726,7 @@ func (x *Records) String() string {
 func (*Records) ProtoMessage() {}
 
 func (x *Records) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[41]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2751,7 +739,7 @@ func (x *Records) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Records.ProtoReflect.Descriptor instead.
 func (*Records) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{41}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Records) GetPacked() []byte {
@@ -2761,234 +749,12 @@ func (x *Records) GetPacked() []byte {
 	return nil
 }
 
-// GroupMessages are sent together; without any they are a sign of life.
-type GroupMessages struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Messages      []*GroupMessage        `protobuf:"bytes,1,rep,name=messages,proto3" json:"messages,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *GroupMessages) Reset() {
-	*x = GroupMessages{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[42]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *GroupMessages) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*GroupMessages) ProtoMessage() {}
-
-func (x *GroupMessages) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[42]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use GroupMessages.ProtoReflect.Descriptor instead.
-func (*GroupMessages) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{42}
-}
-
-func (x *GroupMessages) GetMessages() []*GroupMessage {
-	if x != nil {
-		return x.Messages
-	}
-	return nil
-}
-
-// GroupMessage is msg.GroupMessage.
-type GroupMessage struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Kind          uint32                 `protobuf:"varint,1,opt,name=kind,proto3" json:"kind,omitempty"`
-	App           string                 `protobuf:"bytes,2,opt,name=app,proto3" json:"app,omitempty"`
-	Group         uint32                 `protobuf:"varint,3,opt,name=group,proto3" json:"group,omitempty"`
-	Id            uint64                 `protobuf:"varint,4,opt,name=id,proto3" json:"id,omitempty"`
-	Tokens        uint32                 `protobuf:"varint,5,opt,name=tokens,proto3" json:"tokens,omitempty"`
-	HitRanks      []uint32               `protobuf:"varint,6,rep,packed,name=hit_ranks,json=hitRanks,proto3" json:"hit_ranks,omitempty"`    // routing.RankID, ascending
-	HitTokens     []uint32               `protobuf:"varint,7,rep,packed,name=hit_tokens,json=hitTokens,proto3" json:"hit_tokens,omitempty"` // as many
-	AgeUs         int64                  `protobuf:"varint,8,opt,name=age_us,json=ageUs,proto3" json:"age_us,omitempty"`
-	Client        uint64                 `protobuf:"varint,9,opt,name=client,proto3" json:"client,omitempty"`
-	Rank          uint32                 `protobuf:"varint,10,opt,name=rank,proto3" json:"rank,omitempty"` // routing.RankID
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *GroupMessage) Reset() {
-	*x = GroupMessage{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[43]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *GroupMessage) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*GroupMessage) ProtoMessage() {}
-
-func (x *GroupMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[43]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use GroupMessage.ProtoReflect.Descriptor instead.
-func (*GroupMessage) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{43}
-}
-
-func (x *GroupMessage) GetKind() uint32 {
-	if x != nil {
-		return x.Kind
-	}
-	return 0
-}
-
-func (x *GroupMessage) GetApp() string {
-	if x != nil {
-		return x.App
-	}
-	return ""
-}
-
-func (x *GroupMessage) GetGroup() uint32 {
-	if x != nil {
-		return x.Group
-	}
-	return 0
-}
-
-func (x *GroupMessage) GetId() uint64 {
-	if x != nil {
-		return x.Id
-	}
-	return 0
-}
-
-func (x *GroupMessage) GetTokens() uint32 {
-	if x != nil {
-		return x.Tokens
-	}
-	return 0
-}
-
-func (x *GroupMessage) GetHitRanks() []uint32 {
-	if x != nil {
-		return x.HitRanks
-	}
-	return nil
-}
-
-func (x *GroupMessage) GetHitTokens() []uint32 {
-	if x != nil {
-		return x.HitTokens
-	}
-	return nil
-}
-
-func (x *GroupMessage) GetAgeUs() int64 {
-	if x != nil {
-		return x.AgeUs
-	}
-	return 0
-}
-
-func (x *GroupMessage) GetClient() uint64 {
-	if x != nil {
-		return x.Client
-	}
-	return 0
-}
-
-func (x *GroupMessage) GetRank() uint32 {
-	if x != nil {
-		return x.Rank
-	}
-	return 0
-}
-
 var File_dpserve_v1_dpserve_proto protoreflect.FileDescriptor
 
 const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\n" +
 	"\x18dpserve/v1/dpserve.proto\x12\n" +
-	"dpserve.v1\"I\n" +
-	"\vJoinRequest\x12\x14\n" +
-	"\x05token\x18\x01 \x01(\tR\x05token\x12\x10\n" +
-	"\x03csr\x18\x02 \x01(\fR\x03csr\x12\x12\n" +
-	"\x04node\x18\x03 \x01(\fR\x04node\"\xac\x01\n" +
-	"\tJoinReply\x12 \n" +
-	"\vcertificate\x18\x01 \x01(\fR\vcertificate\x12\x1c\n" +
-	"\tauthority\x18\x02 \x01(\fR\tauthority\x12\x18\n" +
-	"\acluster\x18\x03 \x01(\tR\acluster\x12\x1d\n" +
-	"\n" +
-	"gossip_key\x18\x04 \x01(\fR\tgossipKey\x12&\n" +
-	"\x05seeds\x18\x05 \x03(\v2\x10.dpserve.v1.PeerR\x05seeds\"t\n" +
-	"\x04Peer\x12\x12\n" +
-	"\x04node\x18\x01 \x01(\tR\x04node\x12\x18\n" +
-	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x16\n" +
-	"\x06gossip\x18\x03 \x01(\tR\x06gossip\x12\x14\n" +
-	"\x05roles\x18\x04 \x03(\tR\x05roles\x12\x10\n" +
-	"\x03uid\x18\x05 \x01(\tR\x03uid\"\xdf\x02\n" +
-	"\fRenewRequest\x12\x12\n" +
-	"\x04node\x18\x01 \x01(\fR\x04node\x12 \n" +
-	"\vincarnation\x18\x02 \x01(\x04R\vincarnation\x12$\n" +
-	"\x0ewall_unix_nano\x18\x03 \x01(\x03R\fwallUnixNano\x12-\n" +
-	"\x06events\x18\x04 \x03(\v2\x15.dpserve.v1.UnitEventR\x06events\x12+\n" +
-	"\x05units\x18\x05 \x03(\v2\x15.dpserve.v1.UnitEventR\x05units\x12\x14\n" +
-	"\x05index\x18\x06 \x01(\x04R\x05index\x12\x18\n" +
-	"\atrouble\x18\a \x01(\tR\atrouble\x12\x1a\n" +
-	"\bstopping\x18\b \x01(\bR\bstopping\x12\x1d\n" +
-	"\n" +
-	"after_stop\x18\t \x01(\bR\tafterStop\x12,\n" +
-	"\x12restart_grace_nano\x18\n" +
-	" \x01(\x03R\x10restartGraceNano\"\xb4\x01\n" +
-	"\n" +
-	"RenewReply\x12\x19\n" +
-	"\bttl_nano\x18\x01 \x01(\x03R\attlNano\x12\x16\n" +
-	"\x06leader\x18\x02 \x01(\tR\x06leader\x12\x14\n" +
-	"\x05taken\x18\x03 \x01(\x04R\x05taken\x12\x14\n" +
-	"\x05index\x18\x04 \x01(\x04R\x05index\x12\x18\n" +
-	"\akeyring\x18\x05 \x03(\fR\akeyring\x12-\n" +
-	"\awaiting\x18\x06 \x03(\v2\x13.dpserve.v1.WaitingR\awaiting\"\xbf\x01\n" +
-	"\aWaiting\x12\x10\n" +
-	"\x03app\x18\x01 \x01(\tR\x03app\x12\x1a\n" +
-	"\brevision\x18\x02 \x01(\x04R\brevision\x12\x16\n" +
-	"\x06reason\x18\x03 \x01(\tR\x06reason\x124\n" +
-	"\x05units\x18\x04 \x03(\v2\x1e.dpserve.v1.Waiting.UnitsEntryR\x05units\x1a8\n" +
-	"\n" +
-	"UnitsEntry\x12\x10\n" +
-	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\"\xfd\x01\n" +
-	"\tUnitEvent\x12\x16\n" +
-	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x12\n" +
-	"\x04unit\x18\x02 \x01(\tR\x04unit\x12\x14\n" +
-	"\x05epoch\x18\x03 \x01(\x04R\x05epoch\x12\x12\n" +
-	"\x04kind\x18\x04 \x01(\tR\x04kind\x12\x12\n" +
-	"\x04rank\x18\x05 \x01(\x05R\x04rank\x12\x16\n" +
-	"\x06reason\x18\x06 \x01(\tR\x06reason\x12\x19\n" +
-	"\blog_tail\x18\a \x03(\tR\alogTail\x12\x1b\n" +
-	"\twas_ready\x18\b \x01(\bR\bwasReady\x12\x14\n" +
-	"\x05asked\x18\t \x01(\bR\x05asked\x12 \n" +
-	"\fat_unix_nano\x18\n" +
-	" \x01(\x03R\n" +
-	"atUnixNano\"\x9f\x01\n" +
+	"dpserve.v1\"\x9f\x01\n" +
 	"\aProblem\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\tR\x04code\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x12\n" +
@@ -2996,105 +762,11 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\x03doc\x18\x04 \x01(\tR\x03doc\x12\x18\n" +
 	"\adetails\x18\x05 \x03(\tR\adetails\x12\x0e\n" +
 	"\x02is\x18\x06 \x03(\tR\x02is\x12\x16\n" +
-	"\x06leader\x18\a \x01(\tR\x06leader\"\"\n" +
-	"\x0eCertifyRequest\x12\x10\n" +
-	"\x03csr\x18\x01 \x01(\fR\x03csr\"N\n" +
-	"\fCertifyReply\x12 \n" +
-	"\vcertificate\x18\x01 \x01(\fR\vcertificate\x12\x1c\n" +
-	"\tauthority\x18\x02 \x01(\fR\tauthority\"(\n" +
-	"\fApplyRequest\x12\x18\n" +
-	"\acommand\x18\x01 \x01(\fR\acommand\"$\n" +
-	"\n" +
-	"ApplyReply\x12\x16\n" +
-	"\x06result\x18\x01 \x01(\fR\x06result\"$\n" +
-	"\fWatchRequest\x12\x14\n" +
-	"\x05index\x18\x01 \x01(\x04R\x05index\"9\n" +
-	"\vWatchUpdate\x12\x14\n" +
-	"\x05state\x18\x01 \x01(\fR\x05state\x12\x14\n" +
-	"\x05index\x18\x02 \x01(\x04R\x05index\"V\n" +
-	"\rAssignRequest\x12\x10\n" +
-	"\x03app\x18\x01 \x01(\tR\x03app\x12\x14\n" +
-	"\x05group\x18\x02 \x01(\x05R\x05group\x12\x1d\n" +
-	"\n" +
-	"replica_id\x18\x03 \x01(\tR\treplicaId\"P\n" +
-	"\vAssignReply\x12\x12\n" +
-	"\x04rank\x18\x01 \x01(\x05R\x04rank\x12\x14\n" +
-	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x17\n" +
-	"\adp_size\x18\x03 \x01(\x05R\x06dpSize\"\x92\x01\n" +
-	"\x0ePublishRequest\x12\x12\n" +
-	"\x04unit\x18\x01 \x01(\tR\x04unit\x12\x14\n" +
-	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x12\n" +
-	"\x04rank\x18\x03 \x01(\x05R\x04rank\x12\x12\n" +
-	"\x04addr\x18\x04 \x01(\tR\x04addr\x12\x12\n" +
-	"\x04port\x18\x05 \x01(\x05R\x04port\x12\x1a\n" +
-	"\bsettings\x18\x06 \x01(\tR\bsettings\"\x0e\n" +
-	"\fPublishReply\"L\n" +
-	"\fAwaitRequest\x12\x12\n" +
-	"\x04unit\x18\x01 \x01(\tR\x04unit\x12\x14\n" +
-	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x12\n" +
-	"\x04rank\x18\x03 \x01(\x05R\x04rank\"P\n" +
-	"\n" +
-	"AwaitReply\x12\x12\n" +
-	"\x04addr\x18\x01 \x01(\tR\x04addr\x12\x12\n" +
-	"\x04port\x18\x02 \x01(\x05R\x04port\x12\x1a\n" +
-	"\bsettings\x18\x03 \x01(\tR\bsettings\"\x91\x02\n" +
-	"\x10StartRankRequest\x12\x10\n" +
-	"\x03app\x18\x01 \x01(\fR\x03app\x12!\n" +
-	"\fapp_revision\x18\x02 \x01(\x04R\vappRevision\x12\x12\n" +
-	"\x04unit\x18\x03 \x01(\tR\x04unit\x12\x14\n" +
-	"\x05group\x18\x04 \x01(\x05R\x05group\x12\x14\n" +
-	"\x05epoch\x18\x05 \x01(\x04R\x05epoch\x12+\n" +
-	"\x05ranks\x18\x06 \x03(\v2\x15.dpserve.v1.RankGrantR\x05ranks\x122\n" +
-	"\tall_ranks\x18\a \x03(\v2\x15.dpserve.v1.RankGrantR\ballRanks\x12'\n" +
-	"\x05block\x18\b \x01(\v2\x11.dpserve.v1.BlockR\x05block\"\x10\n" +
-	"\x0eStartRankReply\"w\n" +
-	"\tRankGrant\x12\x12\n" +
-	"\x04rank\x18\x01 \x01(\x05R\x04rank\x12\x12\n" +
-	"\x04node\x18\x02 \x01(\tR\x04node\x12\x12\n" +
-	"\x04slot\x18\x03 \x01(\x05R\x04slot\x12\x18\n" +
-	"\adevices\x18\x04 \x03(\x05R\adevices\x12\x14\n" +
-	"\x05share\x18\x05 \x01(\x05R\x05share\"C\n" +
-	"\x05Block\x12\x12\n" +
-	"\x04node\x18\x01 \x01(\tR\x04node\x12\x12\n" +
-	"\x04base\x18\x02 \x01(\x05R\x04base\x12\x12\n" +
-	"\x04size\x18\x03 \x01(\x05R\x04size\"r\n" +
-	"\x0fStopRankRequest\x12\x12\n" +
-	"\x04unit\x18\x01 \x01(\tR\x04unit\x12\x14\n" +
-	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x1d\n" +
-	"\n" +
-	"grace_nano\x18\x03 \x01(\x03R\tgraceNano\x12\x16\n" +
-	"\x06reason\x18\x04 \x01(\tR\x06reason\"\x0f\n" +
-	"\rStopRankReply\"\x0f\n" +
-	"\rStatusRequest\"Q\n" +
-	"\vStatusReply\x12\x14\n" +
-	"\x05ranks\x18\x01 \x01(\fR\x05ranks\x12\x16\n" +
-	"\x06queued\x18\x02 \x01(\fR\x06queued\x12\x14\n" +
-	"\x05pairs\x18\x03 \x01(\fR\x05pairs\"\x9b\x01\n" +
-	"\vLogsRequest\x12\x10\n" +
-	"\x03app\x18\x01 \x01(\tR\x03app\x12\x12\n" +
-	"\x04unit\x18\x02 \x01(\tR\x04unit\x12\x12\n" +
-	"\x04rank\x18\x03 \x01(\x05R\x04rank\x12\x12\n" +
-	"\x04tail\x18\x04 \x01(\x05R\x04tail\x12&\n" +
-	"\x0fsince_unix_nano\x18\x05 \x01(\x03R\rsinceUnixNano\x12\x16\n" +
-	"\x06follow\x18\x06 \x01(\bR\x06follow\"5\n" +
-	"\bLogLines\x12)\n" +
-	"\x05lines\x18\x01 \x03(\v2\x13.dpserve.v1.LogLineR\x05lines\"\x95\x01\n" +
-	"\aLogLine\x12\x12\n" +
-	"\x04unit\x18\x01 \x01(\tR\x04unit\x12\x12\n" +
-	"\x04rank\x18\x02 \x01(\x05R\x04rank\x12 \n" +
-	"\fat_unix_nano\x18\x03 \x01(\x03R\n" +
-	"atUnixNano\x12\x16\n" +
-	"\x06stream\x18\x04 \x01(\tR\x06stream\x12\x12\n" +
-	"\x04text\x18\x05 \x01(\tR\x04text\x12\x14\n" +
-	"\x05epoch\x18\x06 \x01(\x04R\x05epoch\"&\n" +
-	"\x12ResetRouterRequest\x12\x10\n" +
-	"\x03app\x18\x01 \x01(\tR\x03app\"(\n" +
-	"\x10ResetRouterReply\x12\x14\n" +
-	"\x05ranks\x18\x01 \x01(\x05R\x05ranks\"l\n" +
+	"\x06leader\x18\a \x01(\tR\x06leader\"l\n" +
 	"\x10SubscribeRequest\x12\x18\n" +
 	"\aingress\x18\x01 \x01(\tR\aingress\x12&\n" +
 	"\x05posts\x18\x02 \x03(\v2\x10.dpserve.v1.PostR\x05posts\x12\x16\n" +
-	"\x06resync\x18\x03 \x01(\bR\x06resync\"\x98\x03\n" +
+	"\x06resync\x18\x03 \x01(\bR\x06resync\"\x92\x03\n" +
 	"\x04Post\x12\x12\n" +
 	"\x04unit\x18\x01 \x01(\tR\x04unit\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x12\n" +
@@ -3108,8 +780,7 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	" \x01(\v2\x12.dpserve.v1.DemandH\x00R\x06demand\x12,\n" +
 	"\x06pardon\x18\v \x01(\v2\x12.dpserve.v1.PardonH\x00R\x06pardon\x12 \n" +
 	"\vincarnation\x18\b \x01(\x04R\vincarnationB\t\n" +
-	"\amessageJ\x04\b\t\x10\n" +
-	"\"\xd5\x02\n" +
+	"\amessage\"\xd5\x02\n" +
 	"\x04Done\x12\x16\n" +
 	"\x06ticket\x18\x01 \x01(\x04R\x06ticket\x12\x18\n" +
 	"\aoutcome\x18\x02 \x01(\rR\aoutcome\x12\x14\n" +
@@ -3136,42 +807,9 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\x06Demand\x12\x14\n" +
 	"\x05waits\x18\x01 \x01(\bR\x05waits\"!\n" +
 	"\aRecords\x12\x16\n" +
-	"\x06packed\x18\x01 \x01(\fR\x06packed\"E\n" +
-	"\rGroupMessages\x124\n" +
-	"\bmessages\x18\x01 \x03(\v2\x18.dpserve.v1.GroupMessageR\bmessages\"\xf1\x01\n" +
-	"\fGroupMessage\x12\x12\n" +
-	"\x04kind\x18\x01 \x01(\rR\x04kind\x12\x10\n" +
-	"\x03app\x18\x02 \x01(\tR\x03app\x12\x14\n" +
-	"\x05group\x18\x03 \x01(\rR\x05group\x12\x0e\n" +
-	"\x02id\x18\x04 \x01(\x04R\x02id\x12\x16\n" +
-	"\x06tokens\x18\x05 \x01(\rR\x06tokens\x12\x1b\n" +
-	"\thit_ranks\x18\x06 \x03(\rR\bhitRanks\x12\x1d\n" +
-	"\n" +
-	"hit_tokens\x18\a \x03(\rR\thitTokens\x12\x15\n" +
-	"\x06age_us\x18\b \x01(\x03R\x05ageUs\x12\x16\n" +
-	"\x06client\x18\t \x01(\x04R\x06client\x12\x12\n" +
-	"\x04rank\x18\n" +
-	" \x01(\rR\x04rank2@\n" +
-	"\x06Enroll\x126\n" +
-	"\x04Join\x12\x17.dpserve.v1.JoinRequest\x1a\x15.dpserve.v1.JoinReply2\xbf\x03\n" +
-	"\aControl\x129\n" +
-	"\x05Renew\x12\x18.dpserve.v1.RenewRequest\x1a\x16.dpserve.v1.RenewReply\x12?\n" +
-	"\aCertify\x12\x1a.dpserve.v1.CertifyRequest\x1a\x18.dpserve.v1.CertifyReply\x12@\n" +
-	"\fForwardApply\x12\x18.dpserve.v1.ApplyRequest\x1a\x16.dpserve.v1.ApplyReply\x12<\n" +
-	"\x05Watch\x12\x18.dpserve.v1.WatchRequest\x1a\x17.dpserve.v1.WatchUpdate0\x01\x12<\n" +
-	"\x06Assign\x12\x19.dpserve.v1.AssignRequest\x1a\x17.dpserve.v1.AssignReply\x12?\n" +
-	"\aPublish\x12\x1a.dpserve.v1.PublishRequest\x1a\x18.dpserve.v1.PublishReply\x129\n" +
-	"\x05Await\x12\x18.dpserve.v1.AwaitRequest\x1a\x16.dpserve.v1.AwaitReply2\xd5\x02\n" +
-	"\x04Node\x12E\n" +
-	"\tStartRank\x12\x1c.dpserve.v1.StartRankRequest\x1a\x1a.dpserve.v1.StartRankReply\x12B\n" +
-	"\bStopRank\x12\x1b.dpserve.v1.StopRankRequest\x1a\x19.dpserve.v1.StopRankReply\x12<\n" +
-	"\x06Status\x12\x19.dpserve.v1.StatusRequest\x1a\x17.dpserve.v1.StatusReply\x127\n" +
-	"\x04Logs\x12\x17.dpserve.v1.LogsRequest\x1a\x14.dpserve.v1.LogLines0\x01\x12K\n" +
-	"\vResetRouter\x12\x1e.dpserve.v1.ResetRouterRequest\x1a\x1c.dpserve.v1.ResetRouterReply2M\n" +
+	"\x06packed\x18\x01 \x01(\fR\x06packed2M\n" +
 	"\aReplica\x12B\n" +
-	"\tSubscribe\x12\x1c.dpserve.v1.SubscribeRequest\x1a\x13.dpserve.v1.Records(\x010\x012K\n" +
-	"\aIngress\x12@\n" +
-	"\x04Hold\x12\x19.dpserve.v1.GroupMessages\x1a\x19.dpserve.v1.GroupMessages(\x010\x01B@Z>github.com/dpserve/dpserve/internal/proto/dpserve/v1;dpservev1b\x06proto3"
+	"\tSubscribe\x12\x1c.dpserve.v1.SubscribeRequest\x1a\x13.dpserve.v1.Records(\x010\x01B@Z>github.com/dpserve/dpserve/internal/proto/dpserve/v1;dpservev1b\x06proto3"
 
 var (
 	file_dpserve_v1_dpserve_proto_rawDescOnce sync.Once
@@ -3185,107 +823,34 @@ func file_dpserve_v1_dpserve_proto_rawDescGZIP() []byte {
 	return file_dpserve_v1_dpserve_proto_rawDescData
 }
 
-var file_dpserve_v1_dpserve_proto_msgTypes = make([]protoimpl.MessageInfo, 45)
+var file_dpserve_v1_dpserve_proto_msgTypes = make([]protoimpl.MessageInfo, 10)
 var file_dpserve_v1_dpserve_proto_goTypes = []any{
-	(*JoinRequest)(nil),        // 0: dpserve.v1.JoinRequest
-	(*JoinReply)(nil),          // 1: dpserve.v1.JoinReply
-	(*Peer)(nil),               // 2: dpserve.v1.Peer
-	(*RenewRequest)(nil),       // 3: dpserve.v1.RenewRequest
-	(*RenewReply)(nil),         // 4: dpserve.v1.RenewReply
-	(*Waiting)(nil),            // 5: dpserve.v1.Waiting
-	(*UnitEvent)(nil),          // 6: dpserve.v1.UnitEvent
-	(*Problem)(nil),            // 7: dpserve.v1.Problem
-	(*CertifyRequest)(nil),     // 8: dpserve.v1.CertifyRequest
-	(*CertifyReply)(nil),       // 9: dpserve.v1.CertifyReply
-	(*ApplyRequest)(nil),       // 10: dpserve.v1.ApplyRequest
-	(*ApplyReply)(nil),         // 11: dpserve.v1.ApplyReply
-	(*WatchRequest)(nil),       // 12: dpserve.v1.WatchRequest
-	(*WatchUpdate)(nil),        // 13: dpserve.v1.WatchUpdate
-	(*AssignRequest)(nil),      // 14: dpserve.v1.AssignRequest
-	(*AssignReply)(nil),        // 15: dpserve.v1.AssignReply
-	(*PublishRequest)(nil),     // 16: dpserve.v1.PublishRequest
-	(*PublishReply)(nil),       // 17: dpserve.v1.PublishReply
-	(*AwaitRequest)(nil),       // 18: dpserve.v1.AwaitRequest
-	(*AwaitReply)(nil),         // 19: dpserve.v1.AwaitReply
-	(*StartRankRequest)(nil),   // 20: dpserve.v1.StartRankRequest
-	(*StartRankReply)(nil),     // 21: dpserve.v1.StartRankReply
-	(*RankGrant)(nil),          // 22: dpserve.v1.RankGrant
-	(*Block)(nil),              // 23: dpserve.v1.Block
-	(*StopRankRequest)(nil),    // 24: dpserve.v1.StopRankRequest
-	(*StopRankReply)(nil),      // 25: dpserve.v1.StopRankReply
-	(*StatusRequest)(nil),      // 26: dpserve.v1.StatusRequest
-	(*StatusReply)(nil),        // 27: dpserve.v1.StatusReply
-	(*LogsRequest)(nil),        // 28: dpserve.v1.LogsRequest
-	(*LogLines)(nil),           // 29: dpserve.v1.LogLines
-	(*LogLine)(nil),            // 30: dpserve.v1.LogLine
-	(*ResetRouterRequest)(nil), // 31: dpserve.v1.ResetRouterRequest
-	(*ResetRouterReply)(nil),   // 32: dpserve.v1.ResetRouterReply
-	(*SubscribeRequest)(nil),   // 33: dpserve.v1.SubscribeRequest
-	(*Post)(nil),               // 34: dpserve.v1.Post
-	(*Done)(nil),               // 35: dpserve.v1.Done
-	(*FirstToken)(nil),         // 36: dpserve.v1.FirstToken
-	(*Progress)(nil),           // 37: dpserve.v1.Progress
-	(*Resync)(nil),             // 38: dpserve.v1.Resync
-	(*Pardon)(nil),             // 39: dpserve.v1.Pardon
-	(*Demand)(nil),             // 40: dpserve.v1.Demand
-	(*Records)(nil),            // 41: dpserve.v1.Records
-	(*GroupMessages)(nil),      // 42: dpserve.v1.GroupMessages
-	(*GroupMessage)(nil),       // 43: dpserve.v1.GroupMessage
-	nil,                        // 44: dpserve.v1.Waiting.UnitsEntry
+	(*Problem)(nil),          // 0: dpserve.v1.Problem
+	(*SubscribeRequest)(nil), // 1: dpserve.v1.SubscribeRequest
+	(*Post)(nil),             // 2: dpserve.v1.Post
+	(*Done)(nil),             // 3: dpserve.v1.Done
+	(*FirstToken)(nil),       // 4: dpserve.v1.FirstToken
+	(*Progress)(nil),         // 5: dpserve.v1.Progress
+	(*Resync)(nil),           // 6: dpserve.v1.Resync
+	(*Pardon)(nil),           // 7: dpserve.v1.Pardon
+	(*Demand)(nil),           // 8: dpserve.v1.Demand
+	(*Records)(nil),          // 9: dpserve.v1.Records
 }
 var file_dpserve_v1_dpserve_proto_depIdxs = []int32{
-	2,  // 0: dpserve.v1.JoinReply.seeds:type_name -> dpserve.v1.Peer
-	6,  // 1: dpserve.v1.RenewRequest.events:type_name -> dpserve.v1.UnitEvent
-	6,  // 2: dpserve.v1.RenewRequest.units:type_name -> dpserve.v1.UnitEvent
-	5,  // 3: dpserve.v1.RenewReply.waiting:type_name -> dpserve.v1.Waiting
-	44, // 4: dpserve.v1.Waiting.units:type_name -> dpserve.v1.Waiting.UnitsEntry
-	22, // 5: dpserve.v1.StartRankRequest.ranks:type_name -> dpserve.v1.RankGrant
-	22, // 6: dpserve.v1.StartRankRequest.all_ranks:type_name -> dpserve.v1.RankGrant
-	23, // 7: dpserve.v1.StartRankRequest.block:type_name -> dpserve.v1.Block
-	30, // 8: dpserve.v1.LogLines.lines:type_name -> dpserve.v1.LogLine
-	34, // 9: dpserve.v1.SubscribeRequest.posts:type_name -> dpserve.v1.Post
-	35, // 10: dpserve.v1.Post.done:type_name -> dpserve.v1.Done
-	36, // 11: dpserve.v1.Post.first_token:type_name -> dpserve.v1.FirstToken
-	37, // 12: dpserve.v1.Post.progress:type_name -> dpserve.v1.Progress
-	38, // 13: dpserve.v1.Post.resync:type_name -> dpserve.v1.Resync
-	40, // 14: dpserve.v1.Post.demand:type_name -> dpserve.v1.Demand
-	39, // 15: dpserve.v1.Post.pardon:type_name -> dpserve.v1.Pardon
-	43, // 16: dpserve.v1.GroupMessages.messages:type_name -> dpserve.v1.GroupMessage
-	0,  // 17: dpserve.v1.Enroll.Join:input_type -> dpserve.v1.JoinRequest
-	3,  // 18: dpserve.v1.Control.Renew:input_type -> dpserve.v1.RenewRequest
-	8,  // 19: dpserve.v1.Control.Certify:input_type -> dpserve.v1.CertifyRequest
-	10, // 20: dpserve.v1.Control.ForwardApply:input_type -> dpserve.v1.ApplyRequest
-	12, // 21: dpserve.v1.Control.Watch:input_type -> dpserve.v1.WatchRequest
-	14, // 22: dpserve.v1.Control.Assign:input_type -> dpserve.v1.AssignRequest
-	16, // 23: dpserve.v1.Control.Publish:input_type -> dpserve.v1.PublishRequest
-	18, // 24: dpserve.v1.Control.Await:input_type -> dpserve.v1.AwaitRequest
-	20, // 25: dpserve.v1.Node.StartRank:input_type -> dpserve.v1.StartRankRequest
-	24, // 26: dpserve.v1.Node.StopRank:input_type -> dpserve.v1.StopRankRequest
-	26, // 27: dpserve.v1.Node.Status:input_type -> dpserve.v1.StatusRequest
-	28, // 28: dpserve.v1.Node.Logs:input_type -> dpserve.v1.LogsRequest
-	31, // 29: dpserve.v1.Node.ResetRouter:input_type -> dpserve.v1.ResetRouterRequest
-	33, // 30: dpserve.v1.Replica.Subscribe:input_type -> dpserve.v1.SubscribeRequest
-	42, // 31: dpserve.v1.Ingress.Hold:input_type -> dpserve.v1.GroupMessages
-	1,  // 32: dpserve.v1.Enroll.Join:output_type -> dpserve.v1.JoinReply
-	4,  // 33: dpserve.v1.Control.Renew:output_type -> dpserve.v1.RenewReply
-	9,  // 34: dpserve.v1.Control.Certify:output_type -> dpserve.v1.CertifyReply
-	11, // 35: dpserve.v1.Control.ForwardApply:output_type -> dpserve.v1.ApplyReply
-	13, // 36: dpserve.v1.Control.Watch:output_type -> dpserve.v1.WatchUpdate
-	15, // 37: dpserve.v1.Control.Assign:output_type -> dpserve.v1.AssignReply
-	17, // 38: dpserve.v1.Control.Publish:output_type -> dpserve.v1.PublishReply
-	19, // 39: dpserve.v1.Control.Await:output_type -> dpserve.v1.AwaitReply
-	21, // 40: dpserve.v1.Node.StartRank:output_type -> dpserve.v1.StartRankReply
-	25, // 41: dpserve.v1.Node.StopRank:output_type -> dpserve.v1.StopRankReply
-	27, // 42: dpserve.v1.Node.Status:output_type -> dpserve.v1.StatusReply
-	29, // 43: dpserve.v1.Node.Logs:output_type -> dpserve.v1.LogLines
-	32, // 44: dpserve.v1.Node.ResetRouter:output_type -> dpserve.v1.ResetRouterReply
-	41, // 45: dpserve.v1.Replica.Subscribe:output_type -> dpserve.v1.Records
-	42, // 46: dpserve.v1.Ingress.Hold:output_type -> dpserve.v1.GroupMessages
-	32, // [32:47] is the sub-list for method output_type
-	17, // [17:32] is the sub-list for method input_type
-	17, // [17:17] is the sub-list for extension type_name
-	17, // [17:17] is the sub-list for extension extendee
-	0,  // [0:17] is the sub-list for field type_name
+	2, // 0: dpserve.v1.SubscribeRequest.posts:type_name -> dpserve.v1.Post
+	3, // 1: dpserve.v1.Post.done:type_name -> dpserve.v1.Done
+	4, // 2: dpserve.v1.Post.first_token:type_name -> dpserve.v1.FirstToken
+	5, // 3: dpserve.v1.Post.progress:type_name -> dpserve.v1.Progress
+	6, // 4: dpserve.v1.Post.resync:type_name -> dpserve.v1.Resync
+	8, // 5: dpserve.v1.Post.demand:type_name -> dpserve.v1.Demand
+	7, // 6: dpserve.v1.Post.pardon:type_name -> dpserve.v1.Pardon
+	1, // 7: dpserve.v1.Replica.Subscribe:input_type -> dpserve.v1.SubscribeRequest
+	9, // 8: dpserve.v1.Replica.Subscribe:output_type -> dpserve.v1.Records
+	8, // [8:9] is the sub-list for method output_type
+	7, // [7:8] is the sub-list for method input_type
+	7, // [7:7] is the sub-list for extension type_name
+	7, // [7:7] is the sub-list for extension extendee
+	0, // [0:7] is the sub-list for field type_name
 }
 
 func init() { file_dpserve_v1_dpserve_proto_init() }
@@ -3293,7 +858,7 @@ func file_dpserve_v1_dpserve_proto_init() {
 	if File_dpserve_v1_dpserve_proto != nil {
 		return
 	}
-	file_dpserve_v1_dpserve_proto_msgTypes[34].OneofWrappers = []any{
+	file_dpserve_v1_dpserve_proto_msgTypes[2].OneofWrappers = []any{
 		(*Post_Done)(nil),
 		(*Post_FirstToken)(nil),
 		(*Post_Progress)(nil),
@@ -3307,9 +872,9 @@ func file_dpserve_v1_dpserve_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dpserve_v1_dpserve_proto_rawDesc), len(file_dpserve_v1_dpserve_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   45,
+			NumMessages:   10,
 			NumExtensions: 0,
-			NumServices:   5,
+			NumServices:   1,
 		},
 		GoTypes:           file_dpserve_v1_dpserve_proto_goTypes,
 		DependencyIndexes: file_dpserve_v1_dpserve_proto_depIdxs,
