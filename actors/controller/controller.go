@@ -280,7 +280,7 @@ func (c *Controller) step(m any) ([]Effect, time.Time) {
 func (c *Controller) publishEvent(e Event) {
 	c.ring.add(e)
 	attrs := []any{
-		slog.String("room", actorName), slog.String("app", e.App), slog.String("from", e.From),
+		slog.String("component", actorName), slog.String("app", e.App), slog.String("from", e.From),
 		slog.String("to", e.To),
 	}
 	if e.Unit != "" {

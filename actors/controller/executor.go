@@ -101,7 +101,7 @@ func (a *executor) propose(ctx context.Context, e *ProposeEffect) error {
 }
 
 func (a *executor) stepDown(ctx context.Context, e *StepDownEffect) {
-	log := a.cfg.Log.With(slog.String("room", actorName), slog.Any("silent", e.Overdue))
+	log := a.cfg.Log.With(slog.String("component", actorName), slog.Any("silent", e.Overdue))
 	log.Warn("the leader does not hear its own node, or hears less than half of all nodes: it takes the " +
 		"fault for its own and hands over")
 	if err := a.cfg.StepDown(ctx); err != nil && a.ctx.Err() == nil {
@@ -120,7 +120,7 @@ func (a *executor) logFailure(kind, unit string, err error) {
 	if errors.Is(err, cluster.ErrDisk) {
 		level = slog.LevelDebug
 	}
-	a.cfg.Log.Log(a.ctx, level, "command failed", slog.String("room", actorName),
+	a.cfg.Log.Log(a.ctx, level, "command failed", slog.String("component", actorName),
 		slog.String("command", kind), slog.String("unit", unit), slog.Any("err", err))
 }
 
@@ -135,7 +135,7 @@ func (a *executor) enqueueOrder(node string, e Effect) {
 	select {
 	case q <- e:
 	default:
-		a.cfg.Log.Warn("order dropped, the node does not keep up", slog.String("room", actorName),
+		a.cfg.Log.Warn("order dropped, the node does not keep up", slog.String("component", actorName),
 			slog.String("peer", node))
 	}
 }

@@ -138,7 +138,7 @@ func New(c Config) (*Ingress, error) {
 	}
 	in := &Ingress{
 		node: c.Node, version: c.Version, store: c.Store, feed: c.Feed, metrics: c.Metrics,
-		log:    slog.New(telemetry.LimitLines(c.Log.Handler())).With(slog.String("room", "ingress")),
+		log:    slog.New(telemetry.LimitLines(c.Log.Handler())).With(slog.String("component", "ingress")),
 		limits: c.Limits.withDefaults(),
 		timers: c.Timers.withDefaults(),
 		seed:   c.Seed, clockBase: time.Now(),

@@ -265,8 +265,8 @@ func (a receiver) Receive(m any) {
 		a.release(m)
 	case *msg.Publish:
 		if err := a.table.publish(a.cfg.Store.State(), m); err != nil {
-			a.cfg.Log.Warn("publish refused", slog.String("room", actorName), slog.String("unit", m.Unit),
-				slog.Uint64("epoch", m.Epoch), slog.Any("err", err))
+			a.cfg.Log.Warn("publish refused", slog.String("component", actorName),
+				slog.String("unit", m.Unit), slog.Uint64("epoch", m.Epoch), slog.Any("err", err))
 		}
 	case *msg.Await:
 		a.table.await(a.cfg.Store.State(), m)
@@ -275,7 +275,7 @@ func (a receiver) Receive(m any) {
 	case stateChanged:
 		a.table.prune(m.state)
 	default:
-		a.cfg.Log.Warn("unknown message dropped", slog.String("room", actorName),
+		a.cfg.Log.Warn("unknown message dropped", slog.String("component", actorName),
 			slog.String("type", fmt.Sprintf("%T", m)))
 	}
 }

@@ -192,7 +192,7 @@ func (h appHandlers) logs(c *gin.Context) error {
 	defer func() { _ = lines.Close() }() // the stream is only read
 	beginStream(c.Writer, "text/plain; charset=utf-8")
 	if err := sendLines(ctx, c.Writer, lines); err != nil && c.Request.Context().Err() == nil {
-		h.server.cfg.Log.Debug("log stream broke", "room", "api", "app", q.App, "err", err)
+		h.server.cfg.Log.Debug("log stream broke", "component", "api", "app", q.App, "err", err)
 		panic(http.ErrAbortHandler) // the client must notice that the stream was cut
 	}
 	return nil
@@ -232,7 +232,7 @@ func (h appHandlers) events(c *gin.Context) error {
 	defer done()
 	beginStream(c.Writer, "text/event-stream")
 	if err := h.sendEvents(ctx, c.Writer, since, app); err != nil && ctx.Err() == nil {
-		h.server.cfg.Log.Debug("event stream broke", "room", "api", "err", err)
+		h.server.cfg.Log.Debug("event stream broke", "component", "api", "err", err)
 	}
 	return nil
 }

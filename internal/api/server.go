@@ -176,7 +176,7 @@ func (s *Server) close() error {
 	defer cancel()
 	err := srv.Shutdown(ctx)
 	if errors.Is(err, context.DeadlineExceeded) {
-		s.cfg.Log.Warn("closed with requests running", "room", "api", "server", s.name)
+		s.cfg.Log.Warn("closed with requests running", "component", "api", "server", s.name)
 		err = srv.Close()
 	}
 	// without Serve, Shutdown does not know the listener
@@ -309,7 +309,7 @@ func (s *Server) recoverPanic(c *gin.Context) {
 		if err, ok := v.(error); ok && errors.Is(err, http.ErrAbortHandler) {
 			panic(v)
 		}
-		s.cfg.Log.Error("admin request panicked", "room", "api", "path", c.FullPath(), "err", v, "stack",
+		s.cfg.Log.Error("admin request panicked", "component", "api", "path", c.FullPath(), "err", v, "stack",
 			string(debug.Stack()))
 		if c.Writer.Written() {
 			panic(http.ErrAbortHandler)
@@ -364,7 +364,7 @@ func extendWriteDeadline(w http.ResponseWriter) {
 func (s *Server) fail(c *gin.Context, err error) {
 	left := errors.Is(err, context.Canceled) && c.Request.Context().Err() != nil
 	if status := WriteError(c.Writer, err); status == http.StatusInternalServerError && !left {
-		s.cfg.Log.Error("admin request failed", "room", "api", "path", c.FullPath(), "err", err)
+		s.cfg.Log.Error("admin request failed", "component", "api", "path", c.FullPath(), "err", err)
 	}
 }
 

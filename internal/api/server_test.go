@@ -211,7 +211,7 @@ func TestInternalErrorsAreLogged(t *testing.T) {
 	b.fail = os.ErrClosed
 	request{method: "GET", target: "/api/v1/apps"}.send(t, h)
 	assert.Contains(t, buf.String(),
-		`msg="admin request failed" room=api path=/api/v1/apps err="file already closed"`)
+		`msg="admin request failed" component=api path=/api/v1/apps err="file already closed"`)
 	b.fail = nil
 	buf.Reset()
 	rec := request{method: "POST", target: "/api/v1/validate", body: "panic secret"}.send(t, h)

@@ -131,7 +131,7 @@ func (c *Cluster) start() error {
 func (c *Cluster) Recall() bool {
 	last, err := loadState(c.cfg.DataDir, c.ident.Cluster)
 	if err != nil {
-		c.log.Warn("the state of the last time cannot be read", "room", "cluster", "err", err)
+		c.log.Warn("the state of the last time cannot be read", "component", "cluster", "err", err)
 		return false
 	}
 	return c.fsm.recall(last.state)
@@ -200,7 +200,7 @@ func (c *Cluster) abandonDisk(done <-chan struct{}) error {
 	go func() {
 		<-done
 		if err := c.closeShared(); err != nil {
-			c.log.Warn("closed late, with an error", "room", "cluster", "err", err)
+			c.log.Warn("closed late, with an error", "component", "cluster", "err", err)
 		}
 	}()
 	return problem.New(problem.Unavailable, "close data dir %s: %w", c.cfg.DataDir,
@@ -229,7 +229,7 @@ func (c *Cluster) awaitProposals() {
 	select {
 	case <-done:
 	case <-time.After(closeGrace):
-		c.log.Warn("closing with proposals in flight", "room", "cluster", "cause", "disk too slow")
+		c.log.Warn("closing with proposals in flight", "component", "cluster", "cause", "disk too slow")
 	}
 }
 
@@ -330,7 +330,7 @@ func (c *Cluster) readLog(d *disk) error {
 // onDiskWrite handles every successful write.
 func (c *Cluster) onDiskWrite() {
 	if c.faulty.Load() && errors.Is(c.Fault(), ErrDisk) {
-		c.log.Info("the disk of the data dir takes writes again", "room", "cluster")
+		c.log.Info("the disk of the data dir takes writes again", "component", "cluster")
 		c.setFault(nil)
 	}
 }
@@ -360,14 +360,14 @@ func (c *Cluster) awaitRunEnd(r *run) bool {
 	again := !errors.Is(err, ErrUnreadable)
 	if again {
 		c.log.Error("the disk refuses writes or does not answer: this node leaves consensus until it takes "+
-			"them again", "room", "cluster", "err", err)
+			"them again", "component", "cluster", "err", err)
 	} else {
 		why = ErrUnreadable
-		c.log.Error("this node leaves consensus until a newer version of dpserve runs on it", "room",
-			"cluster", "err", err)
+		c.log.Error("this node leaves consensus until a newer version of dpserve runs on it",
+			"component", "cluster", "err", err)
 	}
 	if err := r.stop(why); err != nil {
-		c.log.Warn("stopped with an error", "room", "cluster", "err", err)
+		c.log.Warn("stopped with an error", "component", "cluster", "err", err)
 	}
 	return again
 }
@@ -394,7 +394,7 @@ func (c *Cluster) startNextRun() *run {
 			return nil
 		}
 		c.setFault(fmt.Errorf("%w: %w", ErrDisk, err))
-		c.log.Debug("consensus cannot start again yet", "room", "cluster", "err", err)
+		c.log.Debug("consensus cannot start again yet", "component", "cluster", "err", err)
 	}
 }
 

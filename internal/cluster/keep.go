@@ -37,10 +37,10 @@ func (k *keeper) run(saved uint64) {
 		now, err := k.saveNewer(saved)
 		switch {
 		case err != nil && !failing:
-			k.log.Warn("the state cannot be kept for the next start", "room", "cluster", "err",
+			k.log.Warn("the state cannot be kept for the next start", "component", "cluster", "err",
 				fmt.Errorf("%w: %w", ErrDisk, err))
 		case err == nil && failing:
-			k.log.Info("the state is kept for the next start again", "room", "cluster")
+			k.log.Info("the state is kept for the next start again", "component", "cluster")
 		}
 		saved, failing = now, err != nil
 		pause := time.After(keepPause)

@@ -75,7 +75,7 @@ func (c *Cluster) watchLeadership(r *run) {
 // clearReady records that this node does not lead, or is not ready.
 func (c *Cluster) clearReady() {
 	if c.leader.Swap(false) {
-		c.log.Debug("leads no longer", "room", "cluster")
+		c.log.Debug("leads no longer", "component", "cluster")
 	}
 	c.wakeLeadership()
 }
@@ -91,13 +91,13 @@ func (c *Cluster) becomeReady(r *run) {
 			return
 		}
 		if problem.CodeOf(err) == problem.Conflict {
-			c.log.Error("cluster cannot start", "room", "cluster", "err", err)
+			c.log.Error("cluster cannot start", "component", "cluster", "err", err)
 			c.end(err)
 			return
 		}
 		// A leader that hands over meanwhile is no fault, nor is one that ends.
 		if !warned && !errors.Is(err, ErrNotLeader) && !errors.Is(err, ErrClosed) {
-			c.log.Warn("leader not ready yet", "room", "cluster", "err", err)
+			c.log.Warn("leader not ready yet", "component", "cluster", "err", err)
 			warned = true
 		}
 		r.waitRetry()
@@ -106,7 +106,7 @@ func (c *Cluster) becomeReady(r *run) {
 
 // setReady wakes everything that waits for the leader to be ready.
 func (c *Cluster) setReady(r *run) {
-	c.log.Debug("leads", "room", "cluster", "term", r.raft.CurrentTerm())
+	c.log.Debug("leads", "component", "cluster", "term", r.raft.CurrentTerm())
 	c.leader.Store(true)
 	c.holds.Store(false)
 	c.wakeLeadership()

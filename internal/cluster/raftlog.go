@@ -87,8 +87,9 @@ func newRaftLog(
 	l *slog.Logger, nameOf func(uid string) string, answered func(uid string) time.Time,
 ) *raftLog {
 	return &raftLog{
-		Logger: hclog.NewNullLogger(), slog: l.With("room", "cluster"), nameOf: nameOf, lastAnswer: answered,
-		recent: &recentErrors{when: map[string]time.Time{}, peers: map[string]*unreachablePeer{}},
+		Logger: hclog.NewNullLogger(), slog: l.With("component", "cluster"), nameOf: nameOf,
+		lastAnswer: answered,
+		recent:     &recentErrors{when: map[string]time.Time{}, peers: map[string]*unreachablePeer{}},
 	}
 }
 

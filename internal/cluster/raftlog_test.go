@@ -61,7 +61,8 @@ func TestRaftWarnsOfAPeerThatStaysAway(t *testing.T) {
 		fail(9 * time.Minute)
 		require.Equal(t, 1, strings.Count(out.String(), "\n"), out)
 		assert.Contains(t, out.String(),
-			`level=WARN msg="consensus does not reach a node" room=cluster peer=gpu-3 for=5s err=refused`)
+			`level=WARN msg="consensus does not reach a node" component=cluster peer=gpu-3 for=5s `+
+				"err=refused")
 		fail(10 * time.Minute)
 		assert.Equal(t, 2, strings.Count(out.String(), "\n"), out)
 	})

@@ -86,7 +86,7 @@ func NewWatcher(cfg WatcherConfig) (*Watcher, error) {
 	w.ctx, w.cancel = context.WithCancelCause(context.Background())
 	st, err := loadState(cfg.DataDir, ident.Cluster)
 	if err != nil {
-		w.log.Warn("the state of the last time cannot be read", "room", "cluster", "err", err)
+		w.log.Warn("the state of the last time cannot be read", "component", "cluster", "err", err)
 	}
 	w.published.Store(st)
 	w.loops.Go(w.followControlNodes)
@@ -255,7 +255,7 @@ func (w *Watcher) followControlNodes() {
 		if heard {
 			pause = watchBackoffMin
 		}
-		w.log.Debug("follows no control node", "room", "cluster", "err", err, "again_in", pause)
+		w.log.Debug("follows no control node", "component", "cluster", "err", err, "again_in", pause)
 		select {
 		case <-time.After(pause):
 		case <-w.ctx.Done():
@@ -340,7 +340,7 @@ func (w *Watcher) reportNewer(what string) {
 	w.mu.Unlock()
 	if !noted {
 		w.log.Info("the control nodes run a newer version of dpserve: this node passes over what it does "+
-			"not know of the state", "room", "cluster", "err", what)
+			"not know of the state", "component", "cluster", "err", what)
 	}
 }
 

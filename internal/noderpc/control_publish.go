@@ -52,7 +52,7 @@ func (p *publisher) add(m msg.Publish) {
 	case p.closed || ok && old.Epoch > m.Epoch:
 		return
 	case !ok && len(p.waiting) >= maxPublished:
-		p.log.Error("rendezvous address not published: too many wait for the leader", "room", "remote",
+		p.log.Error("rendezvous address not published: too many wait for the leader", "component", "remote",
 			"unit", m.Unit, "epoch", m.Epoch)
 		return
 	}
@@ -112,8 +112,8 @@ func (p *publisher) trySend(m publication) bool {
 		return false
 	}
 	if err != nil {
-		p.log.Error("rendezvous address refused", "room", "remote", "unit", m.Unit, "epoch", m.Epoch, "err",
-			err)
+		p.log.Error("rendezvous address refused", "component", "remote", "unit", m.Unit, "epoch", m.Epoch,
+			"err", err)
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()

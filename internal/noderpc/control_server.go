@@ -346,7 +346,7 @@ func (s *RenewServer) certify(ctx context.Context, csr *[]byte) (none certificat
 	if !ok {
 		return none, problem.New(problem.Unauthenticated, "certificate: the caller shows none")
 	}
-	log := s.cfg.Log.With("room", "remote", "peer", peer.Node, "source", sourceOf(ctx))
+	log := s.cfg.Log.With("component", "remote", "peer", peer.Node, "source", sourceOf(ctx))
 	if err := s.cfg.Confirm(ctx); err != nil {
 		log.Info("the expired certificate of a node was not renewed: this node does not lead", "err", err)
 		return none, refuseNotLeader(s.cfg.Hint.nodeName(s.cfg.Store.State().Nodes))

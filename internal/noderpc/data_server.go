@@ -58,7 +58,8 @@ type DataServer struct {
 // NewDataServer makes a data port and subscribes to Feed at once.
 func NewDataServer(c DataConfig) *DataServer {
 	s := &DataServer{
-		caller: c.Caller, log: c.Log.With(slog.String("room", "remote")), body: cmp.Or(c.Body, defaultBody),
+		caller: c.Caller, log: c.Log.With(slog.String("component", "remote")),
+		body: cmp.Or(c.Body, defaultBody),
 		near: rankleg.NewNear(rankleg.Timers{
 			Admit: cmp.Or(c.Admit, defaultAdmit), LateTicket: lateTicket, Dial: engineDial,
 			IdleOwned: idleOwned, IdleAttached: idleAttached,

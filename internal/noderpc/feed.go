@@ -86,7 +86,7 @@ var _ msg.Feed = (*Feed)(nil)
 // NewFeed makes a feed that follows Store at once, until Close.
 func NewFeed(c FeedConfig) *Feed {
 	f := &Feed{
-		config: c, timers: c.Timers.withDefaults(), log: c.Log.With(slog.String("room", "remote")),
+		config: c, timers: c.Timers.withDefaults(), log: c.Log.With(slog.String("component", "remote")),
 		links: map[string]*link{},
 	}
 	f.subscribers.Store(&feedSubscribers{})

@@ -56,7 +56,7 @@ func (s *EnrollServer) join(ctx context.Context, r *joinRequest) (none Joined, e
 	if err := s.checkNewcomer(n); err != nil {
 		return none, stepError(stepMember, err)
 	}
-	log := s.cfg.Log.With("room", "remote", "peer", n.ID, "source", sourceOf(ctx))
+	log := s.cfg.Log.With("component", "remote", "peer", n.ID, "source", sourceOf(ctx))
 	if n.Key, err = pki.KeySum(r.CSR); err != nil {
 		return none, stepError(stepCertificate, err)
 	}

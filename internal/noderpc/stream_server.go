@@ -97,7 +97,7 @@ func NewStreamServer(c StreamServerConfig) *StreamServer {
 		c.Unknown = func(string) {}
 	}
 	s := &StreamServer{
-		config: c, timers: c.Timers.withDefaults(), log: c.Log.With(slog.String("room", "remote")),
+		config: c, timers: c.Timers.withDefaults(), log: c.Log.With(slog.String("component", "remote")),
 		ranks: map[unitRank]*liveRank{}, streams: map[string]*subscriber{},
 	}
 	s.snapshots = &snapshotSink{s}

@@ -129,7 +129,7 @@ func TestARestartThatWasAnnounced(t *testing.T) {
 		n := c.ingress("i1", nil)
 		defer n.stop()
 		time.Sleep(time.Minute)
-		said := func(line string) int { return strings.Count(out.String(), line+" room=remote peer=n1") }
+		said := func(line string) int { return strings.Count(out.String(), line+" component=remote peer=n1") }
 		for times := 1; times <= 2; times++ {
 			w.streams.Restart()
 			time.Sleep(time.Second / 2)

@@ -43,7 +43,7 @@ func TestLimitLines(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var buf lockedBuffer
 		plain := slog.NewTextHandler(&buf, &slog.HandlerOptions{Level: slog.LevelDebug})
-		log := slog.New(telemetry.LimitLines(plain)).With(slog.String("room", "ingress"))
+		log := slog.New(telemetry.LimitLines(plain)).With(slog.String("component", "ingress"))
 		count := func(part string) int { return strings.Count(buf.String(), part) }
 		flood := func(n int, cause string) {
 			for range n {
@@ -63,7 +63,7 @@ func TestLimitLines(t *testing.T) {
 		time.Sleep(time.Second)
 		synctest.Wait()
 		assert.Contains(t, buf.String(),
-			`level=WARN msg="request not served … 4950 more" room=ingress cause=client_gone`)
+			`level=WARN msg="request not served … 4950 more" component=ingress cause=client_gone`)
 		assert.Equal(t, 1, count("more"))
 
 		buf.Reset()
@@ -74,8 +74,9 @@ func TestLimitLines(t *testing.T) {
 		}
 		time.Sleep(time.Second)
 		synctest.Wait()
-		assert.Contains(t, buf.String(), `msg="request not served … 1 more" room=ingress cause=client_gone`)
-		assert.Contains(t, buf.String(), `msg="other log lines … 9695 more" room=ingress`)
+		assert.Contains(t, buf.String(),
+			`msg="request not served … 1 more" component=ingress cause=client_gone`)
+		assert.Contains(t, buf.String(), `msg="other log lines … 9695 more" component=ingress`)
 		assert.Equal(t, 2, count("more"))
 	})
 }

@@ -118,8 +118,9 @@ func Open(ctx context.Context, cfg Config) (*Peering, error) {
 func (p *Peering) listen(ctx context.Context) error {
 	p.Port = nodeport.New(nodeport.Config{
 		Credentials: p.Certificates.credentials.Load, Revoked: p.isRevoked, Bind: p.cfg.Listen,
-		Connect: p.cfg.Dial, Log: p.log.With(slog.String("room", "nodeport")), RemovedHere: p.removal.tell,
-		Refused: func(r nodeport.Reason) { p.cfg.Refused(string(r)) },
+		Connect: p.cfg.Dial, Log: p.log.With(slog.String("component", "nodeport")),
+		RemovedHere: p.removal.tell,
+		Refused:     func(r nodeport.Reason) { p.cfg.Refused(string(r)) },
 	})
 	if err := p.Port.Listen(ctx, hostPort(p.cfg.Host, p.cfg.NodePort)); err != nil {
 		return err
@@ -189,7 +190,7 @@ func (p *Peering) startGossip(ctx context.Context) error {
 		Bind: p.Neighbours.address, Advertise: p.Neighbours.address, Key: key,
 		Seeds: p.Neighbours.gossipSeeds, Revoked: p.isRevoked,
 		Refused: func(r membership.Reason) { p.cfg.Refused("gossip_" + string(r)) },
-		Timers:  p.cfg.Gossip, Log: p.log.With(slog.String("room", "membership")),
+		Timers:  p.cfg.Gossip, Log: p.log.With(slog.String("component", "membership")),
 	})
 	if err != nil {
 		return err
