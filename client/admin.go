@@ -198,14 +198,12 @@ func (c *Client) RevokeAllTokens(ctx context.Context) error {
 
 const pathGossipKey = "/api/v1/gossip-key"
 
-// RotateKey starts a change of the gossip key; KeyRotation shows the progress.
-func (c *Client) RotateKey(ctx context.Context) error {
-	return c.call(ctx, request{method: http.MethodPost, path: pathGossipKey}, nil)
-}
-
-// KeyRotation returns the progress of a change of the gossip key.
-func (c *Client) KeyRotation(ctx context.Context) (KeyRotation, error) {
-	return get[KeyRotation](ctx, c, pathGossipKey)
+// RotateKey gives the gossip of the cluster a new key. The answer comes when all nodes have it, at the latest
+// after the time of a lease.
+func (c *Client) RotateKey(ctx context.Context) (KeyRotation, error) {
+	var out KeyRotation
+	err := c.call(ctx, request{method: http.MethodPost, path: pathGossipKey}, &out)
+	return out, err
 }
 
 // DefaultTokenTTL is how long a join token is valid if nothing else is asked for.
@@ -240,10 +238,9 @@ type JoinToken struct {
 	By       string    `json:"by"` // the node that made it
 }
 
-// KeyRotation is the progress of a change of the gossip key.
+// KeyRotation is the result of a change of the gossip key.
 type KeyRotation struct {
-	Done    bool     `json:"done"`              // every node that is not lost accepts the new key alone
-	Waiting []string `json:"waiting,omitempty"` // nodes that have not completed the present step
+	Behind []string `json:"behind"` // nodes that take the key when they renew their lease again
 }
 
 // Process names a process of the node that answers. The next one has another name.

@@ -306,13 +306,11 @@ func (r *NodeReport) PassOverUnknown() (n int) {
 
 // Lease is the leader's answer.
 type Lease struct {
-	TTL    time.Duration
-	Acked  uint64 // events up to this number are acknowledged
-	Leader string // node id
-	Index  uint64 // of the leader's state
-	// Keyring is the gossip keys, for a node that reported others: it accepts all of them and sends with the
-	// first. nil: no change.
-	Keyring [][]byte
+	TTL       time.Duration
+	Acked     uint64 // events up to this number are acknowledged
+	Leader    string // node id
+	Index     uint64 // of the leader's state
+	GossipKey []byte // for a node that reported another one; nil: no change
 	// Waiting are the applications with units that find no room, for a node with role ingress. It is valid as
 	// long as the lease.
 	Waiting []Waiting
@@ -324,7 +322,7 @@ func (l *Lease) Validate() error {
 		cut(&l.Waiting[i].Reason)
 	}
 	return cmp.Or(checkBounds(l.TTL > 0, "ttl"), checkName(l.Leader, "leader"),
-		checkBounds(len(l.Keyring) <= 2, "keyring"))
+		checkBounds(len(l.GossipKey) == 0 || len(l.GossipKey) == state.GossipKeySize, "gossip_key"))
 }
 
 // Waiting is an application with units that placement found no room for. No rank of them will start soon, so

@@ -54,7 +54,7 @@ func TestMessagesOutOfBoundsAreRefused(t *testing.T) {
 		&Publish{Unit: "moe/0"},
 		&Await{},
 		&LogQuery{App: long},
-		&Lease{TTL: 1, Leader: "a", Keyring: make([][]byte, 3)},
+		&Lease{TTL: 1, Leader: "a", GossipKey: make([]byte, 3)},
 		report(func(r *NodeReport) { r.Node.UID = "" }),
 		report(func(r *NodeReport) { r.Node.Roles = make([]state.Role, maxRoles+1) }),
 		report(func(r *NodeReport) { r.Node.Zone = strings.Repeat("x", maxNodeRecord) }),

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"strconv"
@@ -418,58 +417,27 @@ const (
 	removeRetry   = 500 * time.Millisecond
 )
 
-// rotateTimeout is the default of --timeout: how long rotate-key watches.
-const rotateTimeout = 2 * time.Minute
-
 func newRotateKey(e *env) *cobra.Command {
-	timeout := rotateTimeout
-	cmd := &cobra.Command{
+	return &cobra.Command{
 		Use:   "rotate-key [flags]",
 		Short: "give the gossip of the cluster a new key",
 		Long: `rotate-key replaces the key that the nodes' gossip is encrypted with, as after a machine was
-removed whose disk somebody else may read. Every node lets the new key in, then sends with it, then lets the
-old one out: no member is lost on the way, no request notices. A node that is lost gets the key when it is
-back. Ctrl-C leaves the monitor (exit code 130) and the change goes on.`,
+removed whose disk somebody else may read. Every node takes the new key when it renews its lease, in some
+seconds, and speaks with it alone; a node that is off takes it when it is back. Gossip only finds nodes: no
+request and no lease notices, but for some seconds nodes do not see each other in it.`,
 		Example: "  dpserve nodes rotate-key",
 		Args:    requireArgs(0),
 		RunE: e.asking(func(ctx context.Context, cluster admin, _ []string) error {
-			return runRotateKey(ctx, e, cluster, timeout)
+			r, err := cluster.RotateKey(ctx)
+			if err != nil {
+				return err
+			}
+			printMessage(e.io.Err, "the gossip has a new key")
+			if len(r.Behind) > 0 {
+				printMessage(e.io.Err, "%s will take it when they renew their leases; "+
+					"`dpserve nodes` shows what is wrong there", strings.Join(r.Behind, ", "))
+			}
+			return nil
 		}),
 	}
-	cmd.Flags().DurationVar(&timeout, "timeout", rotateTimeout, "how long to watch; then exit code 8")
-	return cmd
-}
-
-func runRotateKey(ctx context.Context, e *env, cluster admin, timeout time.Duration) error {
-	if timeout <= 0 {
-		return usageError("nodes rotate-key", "--timeout must be positive")
-	}
-	if err := cluster.RotateKey(ctx); err != nil {
-		return err
-	}
-	err := followUntilDone(ctx, e, timeout,
-		func(ctx context.Context) (string, bool, error) { return rotationProgress(ctx, cluster) },
-		"the change of the key goes on",
-		func(left string) error {
-			return problem.New(problem.Timeout, "the gossip has no new key yet, %s; the change goes on",
-				cmp.Or(left, "nobody leads")).
-				WithHint("`dpserve nodes` shows what is wrong with them")
-		})
-	if err == nil {
-		printMessage(e.io.Err, "the gossip has a new key")
-	}
-	return err
-}
-
-// rotationProgress names the nodes that the key change waits for, "" while another node becomes the leader.
-// over is true when the change is complete.
-func rotationProgress(ctx context.Context, cluster admin) (left string, over bool, err error) {
-	r, err := cluster.KeyRotation(ctx)
-	switch {
-	case client.CodeOf(err) == client.CodeUnavailable:
-		return "", false, nil
-	case err != nil || r.Done || len(r.Waiting) == 0: // no node is behind: the leader takes the next step
-		return "", r.Done, err
-	}
-	return "waiting for " + strings.Join(r.Waiting, ", "), false, nil
 }

@@ -130,8 +130,7 @@ type admin interface {
 	Tokens(ctx context.Context) ([]client.JoinToken, error)
 	RevokeToken(ctx context.Context, id string) error
 	RevokeAllTokens(ctx context.Context) error
-	RotateKey(ctx context.Context) error
-	KeyRotation(ctx context.Context) (client.KeyRotation, error)
+	RotateKey(ctx context.Context) (client.KeyRotation, error)
 	Close() // ends idle connections
 }
 

@@ -269,10 +269,8 @@ type fakeNodes struct {
 	mayLeave []error // successive answers to CheckLeave; then nil
 	tokens   []client.TokenRequest
 	listed   []client.JoinToken
-	revoked  []string   // ids, and --all
-	turning  [][]string // nodes that have not taken the key, one element per call; the last one repeats
-
-	onRotation func() // called by the first KeyRotation
+	revoked  []string // ids, and --all
+	behind   []string // nodes that have not taken the gossip key
 }
 
 func (f *fakeCluster) Version(context.Context) (client.BuildInfo, error) {
@@ -353,18 +351,8 @@ func (f *fakeCluster) RevokeAllTokens(context.Context) error {
 	return f.down
 }
 
-func (f *fakeCluster) RotateKey(context.Context) error { return f.down }
-
-func (f *fakeCluster) KeyRotation(context.Context) (client.KeyRotation, error) {
-	if on := f.nodes.onRotation; on != nil {
-		f.nodes.onRotation = nil
-		on()
-	}
-	now := f.nodes.turning[0]
-	if len(f.nodes.turning) > 1 {
-		f.nodes.turning = f.nodes.turning[1:]
-	}
-	return client.KeyRotation{Done: len(now) == 0, Waiting: now}, nil
+func (f *fakeCluster) RotateKey(context.Context) (client.KeyRotation, error) {
+	return client.KeyRotation{Behind: f.nodes.behind}, f.down
 }
 
 func (n *fakeNode) FirstToken() (address, token string) { return n.joinAt, n.joinWith }

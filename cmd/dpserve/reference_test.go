@@ -41,7 +41,7 @@ the names of applications, ranks and nodes, which it asks the cluster for.
 | 5 | cannot be rolled out |
 | 8 | still pending at the time-out |
 | 130 | interrupted: before ` + "`up` or `serve`" + ` served, by a second Ctrl-C, or in the monitor of ` +
-	"`deploy`, `delete`, `drain` or `nodes rotate-key`" + `, which go on without it |
+	"`deploy`, `delete` or `drain`" + `, which go on without it |
 `
 
 // TestReference pins every help text: docs/cli.md consists of them.

@@ -51,10 +51,8 @@ type Nodes interface {
 	Tokens(ctx context.Context) ([]client.JoinToken, error)
 	// RevokeToken ends a token; "" = all of them.
 	RevokeToken(ctx context.Context, id string) error
-	// RotateKey starts a change of the gossip key, which takes several lease renewals of every node.
-	RotateKey(ctx context.Context) error
-	// KeyRotation returns the progress of the change.
-	KeyRotation(ctx context.Context) (client.KeyRotation, error)
+	// RotateKey replaces the gossip key. It names the nodes that have not taken it within a lease.
+	RotateKey(ctx context.Context) (behind []string, err error)
 }
 
 // Restarts replaces the process of the node that answers, while its engines run.
@@ -128,16 +126,11 @@ func (h nodeHandlers) addRoutes(g *gin.Engine, reply replier) {
 	g.DELETE(pathJoinTokens, reply(h.revokeAllTokens, "all"))
 	g.DELETE(pathJoinTokens+"/:token", reply(h.revokeToken))
 	g.POST(pathGossipKey, reply(h.rotateKey))
-	g.GET(pathGossipKey, reply(h.keyRotation))
 }
 
 func (h nodeHandlers) rotateKey(c *gin.Context, _ query) (int, any, error) {
-	return http.StatusAccepted, client.KeyRotation{}, h.nodes.RotateKey(c.Request.Context())
-}
-
-func (h nodeHandlers) keyRotation(c *gin.Context, _ query) (int, any, error) {
-	r, err := h.nodes.KeyRotation(c.Request.Context())
-	return http.StatusOK, r, err
+	behind, err := h.nodes.RotateKey(c.Request.Context())
+	return http.StatusOK, client.KeyRotation{Behind: behind}, err
 }
 
 func (h nodeHandlers) listNodes(c *gin.Context, _ query) (int, any, error) {

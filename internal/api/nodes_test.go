@@ -20,6 +20,7 @@ type fakeNodes struct {
 	asked   []string
 	token   client.TokenRequest
 	revoked []string
+	behind  []string // nodes without the gossip key
 }
 
 func (k *fakeNodes) Nodes(context.Context) ([]client.NodeStatus, error) {
@@ -66,11 +67,7 @@ func (k *fakeNodes) RevokeToken(_ context.Context, id string) error {
 	return nil
 }
 
-func (k *fakeNodes) RotateKey(context.Context) error { return k.ask("rotate", "a") }
-
-func (k *fakeNodes) KeyRotation(context.Context) (client.KeyRotation, error) {
-	return client.KeyRotation{Waiting: []string{"b"}}, nil
-}
+func (k *fakeNodes) RotateKey(context.Context) ([]string, error) { return k.behind, nil }
 
 func TestNodesByClient(t *testing.T) {
 	k := &fakeNodes{}
@@ -96,11 +93,11 @@ func TestNodesByClient(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, "dpj1.x", token.Token)
 	assert.Equal(t, client.TokenRequest{TTL: time.Minute, Uses: 4}, k.token)
-	require.NoError(t, c.RotateKey(ctx))
-	assert.Equal(t, "rotate a", k.asked[len(k.asked)-1])
-	rotation, err := c.KeyRotation(ctx)
-	require.NoError(t, err)
-	assert.Equal(t, client.KeyRotation{Waiting: []string{"b"}}, rotation)
+	for _, k.behind = range [][]string{nil, {"b"}} {
+		rotation, err := c.RotateKey(ctx)
+		require.NoError(t, err)
+		assert.Equal(t, client.KeyRotation{Behind: k.behind}, rotation)
+	}
 }
 
 func TestTokensByClient(t *testing.T) {

@@ -21,15 +21,13 @@ const (
 	answerTimeout = time.Second
 	// votersTimeout bounds one change of the voters.
 	votersTimeout = 10 * time.Second
-	// rotateTimeout bounds one step of a rotation of the gossip key.
-	rotateTimeout = 5 * time.Second
 )
 
 // DisconnectDelay is how long the connections of a removed node stay open, and how long consensus goes on
 // sending to it: a node that asked to leave still gets the answer, and learns that it was removed.
 const DisconnectDelay = time.Second
 
-// Upkeep changes the voters and continues a change of the gossip key while this node leads.
+// Upkeep changes the voters while this node leads.
 // state.NextVoterChange and state.CheckUnvote decide; Upkeep knows who lives and makes the changes. Safe for
 // concurrent use.
 type Upkeep struct {
@@ -66,8 +64,7 @@ func (u *Upkeep) Run(ctx context.Context) {
 	defer tick.Stop()
 	for {
 		changed := u.c.Changed()
-		for u.c.Leader() && (u.changeVoters(ctx) || u.continueRotation(ctx)) &&
-			ctx.Err() == nil { //nolint:revive // repeat until nothing changes
+		for u.c.Leader() && ctx.Err() == nil && u.changeVoters(ctx) { //nolint:revive // until nothing changes
 		}
 		select {
 		case <-changed:
@@ -253,40 +250,6 @@ func (u *Upkeep) answeringMembers(ctx context.Context) map[string]bool {
 	}
 	asked.Wait()
 	return out
-}
-
-// RotateKey begins a change of the gossip key.
-func (u *Upkeep) RotateKey(ctx context.Context) error {
-	return u.rotateGossipKey(ctx, u.c.State(), NewGossipKey())
-}
-
-// continueRotation takes the next step of a change of the gossip key once every node has taken the previous
-// one. It returns false if there is nothing to do now.
-func (u *Upkeep) continueRotation(ctx context.Context) bool {
-	st := u.c.State()
-	if !st.Secrets.IsRotating() || len(st.NodesBehind()) > 0 {
-		return false
-	}
-	node := ctx
-	ctx, cancel := context.WithTimeout(node, rotateTimeout)
-	defer cancel()
-	if err := u.rotateGossipKey(ctx, st, nil); err != nil {
-		if node.Err() != nil {
-			return false
-		}
-		u.cfg.Log.Warn("the change of the gossip key did not go on, trying again", slog.Any("err", err))
-		return false
-	}
-	return true
-}
-
-// rotateGossipKey begins a change to the key next, or continues the one in st.
-func (u *Upkeep) rotateGossipKey(ctx context.Context, st *state.State, next []byte) error {
-	_, err := u.c.ProposeHere(ctx,
-		state.Command{RotateGossipKey: &state.RotateGossipKey{
-			From: state.KeyringSum(st.Secrets.Keyring()), Next: next,
-		}})
-	return err
 }
 
 // NewGossipKey makes a key for the gossip of a cluster.

@@ -163,30 +163,3 @@ func TestUpkeepHandsOverBeforeTheLeaderIsRemoved(t *testing.T) {
 	assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
 	assert.NotSame(t, leader, g.leader(g.others(leader)...))
 }
-
-// The key turns in steps: the next one waits until no node is behind.
-func TestUpkeepTurnsTheGossipKey(t *testing.T) {
-	g := newGroup(t)
-	first := g.add(cluster.Config{NodeID: "node-1", Secrets: func() state.Secrets {
-		return state.Secrets{GossipKey: cluster.NewGossipKey()}
-	}})
-	g.ready(first)
-	g.put(first)
-	up := g.upkeep(first, &silences{})
-	old := first.State().Secrets.GossipKey
-	require.NoError(t, up.RotateKey(t.Context()))
-	assert.True(t, first.State().Secrets.IsRotating())
-
-	ctx, cancel := context.WithCancel(t.Context())
-	ended := make(chan struct{})
-	go func() { up.Run(ctx); close(ended) }()
-	defer func() { cancel(); <-ended }()
-	require.Eventually(t, func() bool { // the node takes each ring of keys, as its lease renewal does
-		st := first.State()
-		node := *st.Nodes["node-1"]
-		node.Keyring = state.KeyringSum(st.Secrets.Keyring())
-		_, err := first.ProposeHere(t.Context(), state.Command{PutNode: &state.PutNode{Node: node}})
-		return err == nil && !first.State().Secrets.IsRotating()
-	}, limit, limit/1000)
-	assert.NotEqual(t, old, first.State().Secrets.GossipKey)
-}

@@ -37,7 +37,8 @@ func samples() []sample {
 			Units: []msg.UnitEvent{event},
 		}),
 		sampleOf(msg.Lease{
-			TTL: 10 * time.Second, Acked: 7, Leader: "a", Index: 9, Keyring: [][]byte{{1}, {2}},
+			TTL: 10 * time.Second, Acked: 7, Leader: "a", Index: 9,
+			GossipKey: make([]byte, state.GossipKeySize),
 			Waiting: []msg.Waiting{
 				{App: "chat", Revision: 3, Reason: "no room", Units: map[string]uint64{"u": 2}},
 			},

@@ -68,7 +68,6 @@ func sentinels() []sentinel {
 		{"last_control", state.ErrLastControl},
 		{"roles_fixed", state.ErrRolesFixed},
 		{"too_many_removed", state.ErrTooManyRemoved},
-		{"key_turned", state.ErrKeyTurned},
 		{"token_unknown", state.ErrTokenUnknown},
 		{"token_used", state.ErrTokenUsed},
 		{"token_expired", state.ErrTokenExpired},

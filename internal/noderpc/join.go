@@ -99,8 +99,8 @@ func checkNode(n *state.Node) error {
 	case badGossip != nil:
 		return badNode("its gossip address %q is not HOST:PORT", cleanText(n.Gossip, maxNodeID))
 	case len(n.Address) > maxName || len(n.Gossip) > maxName || len(n.Advertise) > maxName ||
-		len(n.Zone) > maxName || len(n.Version) > maxName || len(n.Keyring) > maxName:
-		return badNode("its addresses, zone, version or keyring are too long")
+		len(n.Zone) > maxName || len(n.Version) > maxName || len(n.GossipSum) > maxName:
+		return badNode("its addresses, zone, version or gossip sum are too long")
 	case o.Slots < 0 || o.Slots > maxSlots || len(o.Devices) > maxDevices || len(o.Labels) > maxLabels:
 		return badNode("it offers more than %d slots, %d devices or %d labels", maxSlots, maxDevices,
 			maxLabels)

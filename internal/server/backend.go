@@ -13,7 +13,7 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/internal/cluster/membership"
+	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -274,24 +274,36 @@ func (b *backend) CheckLeave(ctx context.Context, node string) error {
 	return b.n.upkeep.CheckLeave(ctx, node)
 }
 
-func (b *backend) RotateKey(ctx context.Context) error {
+// RotateKey replaces the gossip key, waits until the nodes have it, at most for the time of a lease, and
+// names those that have not taken it.
+func (b *backend) RotateKey(ctx context.Context) (behind []string, err error) {
 	if b.n.peering == nil {
-		return problem.New(problem.Conflict, "this node stands alone: it does not gossip").
+		return nil, problem.New(problem.Conflict, "this node stands alone: it does not gossip").
 			WithHint("start it with --advertise IP")
 	}
 	if _, err := b.n.requireLeader(); err != nil {
-		return err
+		return nil, err
 	}
-	return b.n.upkeep.RotateKey(ctx)
-}
-
-func (b *backend) KeyRotation(context.Context) (client.KeyRotation, error) {
-	if _, err := b.n.requireLeader(); err != nil {
-		return client.KeyRotation{}, err
+	_, err = b.n.consensus.ProposeHere(ctx, state.Command{
+		RotateGossipKey: &state.RotateGossipKey{Next: cluster.NewGossipKey()},
+	})
+	if err != nil {
+		return nil, err
 	}
-	st := b.n.store.State()
-	behind := st.NodesBehind() // in the last step too: until then they let the old key in
-	return client.KeyRotation{Done: !st.Secrets.IsRotating() && len(behind) == 0, Waiting: behind}, nil
+	ctx, cancel := context.WithTimeout(ctx, b.n.timers().node.LeaseTTL)
+	defer cancel()
+	for {
+		changed := b.n.store.Changed()
+		behind = b.n.store.State().NodesBehind()
+		if len(behind) == 0 {
+			return nil, nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return behind, nil
+		}
+	}
 }
 
 func (b *backend) Restart(ctx context.Context, force bool) (next string, err error) {
@@ -307,7 +319,7 @@ func (b *backend) addGossipView(s *client.NodeStatus, rec *state.Node) {
 		return
 	}
 	g, ok := b.n.peering.Neighbours.Seen(rec.UID)
-	if ok && g.State == membership.Alive && g.LastSeen.After(s.LastSeen.Add(state.LeaseTTL/2)) {
+	if ok && g.LastSeen.After(s.LastSeen.Add(state.LeaseTTL/2)) {
 		s.LastSeen, s.SeenBy = g.LastSeen, "gossip"
 	}
 }

@@ -195,15 +195,15 @@ type confirmingLeader struct {
 	consensus *cluster.Cluster
 }
 
-// Renew implements msg.Leader. A node that lacks a gossip key gets the keys.
+// Renew implements msg.Leader. A node that has another gossip key gets the present one.
 func (c confirmingLeader) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
 	if err := c.consensus.Confirm(ctx); err != nil {
 		return msg.Lease{}, err
 	}
 	lease, err := c.control.Renew(ctx, r)
 	if secrets := c.consensus.State().Secrets; err == nil &&
-		r.Node.Keyring != state.KeyringSum(secrets.Keyring()) {
-		lease.Keyring = secrets.Keyring()
+		r.Node.GossipSum != state.GossipKeySum(secrets.GossipKey) {
+		lease.GossipKey = secrets.GossipKey
 	}
 	return lease, err
 }
@@ -216,7 +216,7 @@ func (p localProposer) Propose(ctx context.Context, c state.Command) (state.Resu
 	return p.consensus.ProposeHere(ctx, c)
 }
 
-// renewer wraps lease renewal: new gossip keys in the reply are handed on, and the ingress learns which units
+// renewer wraps lease renewal: a new gossip key in the reply is handed on, and the ingress learns which units
 // wait for resources.
 type renewer struct{ n *Node }
 
@@ -228,8 +228,8 @@ func (k renewer) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error
 	if in := k.n.readyIngress.Load(); in != nil {
 		in.TakeWaiting(lease.Waiting, lease.TTL)
 	}
-	if len(lease.Keyring) > 0 && k.n.peering != nil {
-		k.n.peering.OfferKeyring(lease.Keyring)
+	if len(lease.GossipKey) > 0 && k.n.peering != nil {
+		k.n.peering.OfferGossipKey(lease.GossipKey)
 	}
 	return lease, nil
 }

@@ -378,7 +378,7 @@ func (n *Node) openStore(ctx context.Context) error {
 	// before the state is complete: a node whose certificate has expired gets no state without a new one
 	if n.peering != nil {
 		n.life.writers.Go(func() { n.peering.Certificates.Keep(n.life.ctx) })
-		n.life.writers.Go(func() { n.peering.KeepKeyring(n.life.ctx) })
+		n.life.writers.Go(func() { n.peering.KeepGossipKey(n.life.ctx) })
 		n.life.loops.Go(func() { n.peering.AwaitRefusal(ctx, giveUp) })
 	} else { // a member's identity is known before
 		n.ident = cluster.Identity{Cluster: n.store.ClusterID(), Node: n.cfg.NodeID, UID: n.store.UID()}

@@ -411,53 +411,30 @@ type Secrets struct {
 	Authority    []byte `json:"authority,omitempty"`     // PEM, the cluster's certificate authority
 	AuthorityKey []byte `json:"authority_key,omitempty"` // PEM
 	GossipKey    []byte `json:"gossip_key,omitempty"`    // nodes encrypt with it
-	// accepted; becomes the key when every node accepts it
-	GossipNext []byte `json:"gossip_next,omitempty"`
-	GossipLast []byte `json:"gossip_last,omitempty"` // accepted until every node encrypts with the key
 }
 
-// RotateGossipKey rotates the gossip key in three steps: nodes accept the new key, then they encrypt with it,
-// then they drop the old one. At every moment all nodes can decrypt each other. Apply refuses it with
-// ErrKeyTurned if the keyring is not From any more, or if Next is set while a rotation is under way.
+// RotateGossipKey replaces the gossip key. Each node takes the new one from its next lease renewal, a lost
+// node from its first one.
 type RotateGossipKey struct {
-	From string `json:"from"`           // KeyringSum of the keyring that the proposer saw
-	Next []byte `json:"next,omitempty"` // begins a rotation; nil = the next step of the one under way
+	Next []byte `json:"next"`
 }
 
-// Keyring returns the one or two accepted gossip keys. Nodes encrypt with the first. nil = the cluster has
-// none.
-func (s *Secrets) Keyring() [][]byte {
-	if len(s.GossipKey) == 0 {
-		return nil
-	}
-	ring := [][]byte{s.GossipKey}
-	for _, k := range [][]byte{s.GossipNext, s.GossipLast} {
-		if len(k) > 0 {
-			ring = append(ring, k)
-		}
-	}
-	return ring
-}
-
-// IsRotating reports whether a rotation of the gossip key is under way.
-func (s *Secrets) IsRotating() bool { return len(s.GossipNext)+len(s.GossipLast) > 0 }
-
-// KeyringSum identifies a keyring without revealing it; "" for an empty one.
-func KeyringSum(ring [][]byte) string {
-	if len(ring) == 0 {
+// GossipKeySum identifies a gossip key without revealing it; "" for none.
+func GossipKeySum(key []byte) string {
+	if len(key) == 0 {
 		return ""
 	}
-	sum := sha256.Sum256(bytes.Join(ring, nil))
+	sum := sha256.Sum256(key)
 	return hex.EncodeToString(sum[:8])
 }
 
-// NodesBehind returns the sorted names of the nodes that have not installed the present keyring. Lost nodes
-// do not count: the leader gives them the keyring with their first lease.
+// NodesBehind returns the sorted names of the nodes that have not taken the present gossip key. Lost nodes do
+// not count.
 func (s *State) NodesBehind() []string {
-	sum := KeyringSum(s.Secrets.Keyring())
+	sum := GossipKeySum(s.Secrets.GossipKey)
 	var names []string
 	for _, n := range s.Nodes {
-		if !n.Lost && n.Keyring != sum {
+		if !n.Lost && n.GossipSum != sum {
 			names = append(names, n.ID)
 		}
 	}
@@ -469,24 +446,14 @@ func (s *State) rotateGossipKey(c *RotateGossipKey) (Result, error) {
 	k := &s.Secrets
 	switch {
 	case len(k.GossipKey) == 0:
-		return Result{}, problem.New(problem.Conflict, "turn the gossip key: %w: this cluster has none",
+		return Result{}, problem.New(problem.Conflict, "rotate the gossip key: %w: this cluster has none",
 			ErrBadCommand)
-	case c.From != KeyringSum(k.Keyring()), c.Next != nil && k.IsRotating():
-		return Result{}, problem.New(problem.Conflict, "turn the gossip key: %w", ErrKeyTurned).
-			WithHint("wait until the change under way is complete")
-	case c.Next != nil && (len(c.Next) != GossipKeySize || bytes.Equal(c.Next, k.GossipKey)):
+	case len(c.Next) != GossipKeySize || bytes.Equal(c.Next, k.GossipKey):
 		return Result{}, problem.New(problem.InvalidArgument,
-			"turn the gossip key: %w: the next one must be another one of %d bytes", ErrBadCommand,
+			"rotate the gossip key: %w: the next one must be another one of %d bytes", ErrBadCommand,
 			GossipKeySize)
-	case c.Next != nil:
-		k.GossipNext = c.Next
-	case len(k.GossipNext) > 0:
-		k.GossipKey, k.GossipLast, k.GossipNext = k.GossipNext, k.GossipKey, nil
-	case len(k.GossipLast) > 0:
-		k.GossipLast = nil
-	default:
-		return Result{Unchanged: true}, nil
 	}
+	k.GossipKey = c.Next
 	return Result{}, nil
 }
 

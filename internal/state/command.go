@@ -32,7 +32,7 @@ type Command struct {
 	PutToken        *Token           `json:"put_token,omitempty"`
 	UseToken        *UseToken        `json:"use_token,omitempty"`
 	RevokeToken     *RevokeToken     `json:"revoke_token,omitempty"`
-	RotateGossipKey *RotateGossipKey `json:"turn_key,omitempty"`
+	RotateGossipKey *RotateGossipKey `json:"rotate_key,omitempty"`
 	nextCommand
 }
 
@@ -326,7 +326,7 @@ func (c *Command) kinds() map[string]kind {
 		"node_back": {1, c.NodeBack != nil}, "drain_node": {1, c.DrainNode != nil},
 		"remove_node": {1, c.RemoveNode != nil}, "put_token": {1, c.PutToken != nil},
 		"use_token": {1, c.UseToken != nil}, "revoke_token": {tokenLevel, c.RevokeToken != nil},
-		"turn_key": {1, c.RotateGossipKey != nil},
+		"rotate_key": {1, c.RotateGossipKey != nil},
 	}
 	c.addNext(all)
 	return all

@@ -37,7 +37,6 @@ var (
 	ErrLastControl    = errors.New("last control node")
 	ErrRolesFixed     = errors.New("roles are fixed when a node joins")
 	ErrTooManyRemoved = errors.New("too many nodes were removed")
-	ErrKeyTurned      = errors.New("another change of the key is under way")
 	ErrTokenUnknown   = errors.New("unknown join token")
 	ErrTokenUsed      = errors.New("join token is used up")
 	ErrTokenExpired   = errors.New("join token has expired")

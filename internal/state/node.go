@@ -27,8 +27,8 @@ type Node struct {
 	Roles     []Role `json:"roles"`
 	Zone      string `json:"zone,omitempty"`
 	Version   string `json:"version,omitempty"`
-	// Keyring is the KeyringSum of the gossip keys that the node has installed; "" = it has no key yet.
-	Keyring string `json:"keyring,omitempty"`
+	// GossipSum is the GossipKeySum of the key that the node has taken; "" = it has none yet.
+	GossipSum string `json:"gossip_sum,omitempty"`
 	// Key is the hash of the public key of its certificate; "" = not known: the node stands alone, or joined
 	// under an older version.
 	Key       string    `json:"key,omitempty"`

@@ -219,9 +219,6 @@ var NoLeaderAtStart = Fault{{
 var NodeRemoved = slices.Concat(NodeFails, Fault{{
 	Msg: "node port refused a connection", With: `reason"?[=:]"?revoked`,
 	Why: "the caller is no member any more",
-}, {
-	Msg: "gossip was refused", With: "was removed from the cluster",
-	Why: "as above",
 }})
 
 // JoinRefused: somebody without a valid token or certificate speaks to a node port.

@@ -6,6 +6,7 @@ import (
 	"crypto/tls"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"strings"
@@ -252,9 +253,9 @@ func (s *junkSender) enrolls(m *harness.Member) {
 func (s *junkSender) gossips(c *harness.Members, m *harness.Member) {
 	key := make([]byte, membership.KeySize)
 	_, _ = rand.Read(key)
-	g, err := membership.New(s.t.Context(), membership.Config{
-		Node: "b", Incarnation: 1, Meta: membership.Meta{Cluster: clusterOf(s.t, m), UID: "stranger"},
-		Bind: c.NextIP() + ":0", Key: key,
+	g, err := membership.Start(s.t.Context(), membership.Config{
+		Self: membership.Member{Cluster: clusterOf(s.t, m), UID: "stranger", Node: "b"},
+		Host: c.NextIP(), Incarnation: 1, Key: key, Log: slog.New(slog.DiscardHandler),
 		Seeds: func() []string { return []string{m.Gossip()} },
 		Timers: membership.Timers{
 			Probe: 30 * time.Millisecond, ProbeTimeout: 15 * time.Millisecond,
@@ -262,7 +263,6 @@ func (s *junkSender) gossips(c *harness.Members, m *harness.Member) {
 		},
 	})
 	require.NoError(s.t, err)
-	require.NoError(s.t, g.Start())
 	s.t.Cleanup(func() { _ = g.Close() })
 	s.every("looks at a gossip with another key", func(context.Context) {
 		if n := len(g.Members()); n > 1 {

@@ -17,7 +17,6 @@ const (
 	BadKey     Reason = "key"       // not encrypted, or with another key
 	BadCluster Reason = "cluster"   // another cluster, or a removed node
 	Malformed  Reason = "malformed" // encrypted with our key, but not readable
-	Conflict   Reason = "conflict"  // one name at two addresses
 )
 
 // refusalTexts maps lines of memberlist's log to reasons. memberlist reports refusals in no other way.
@@ -35,7 +34,6 @@ var refusalTexts = []struct {
 	{"unacceptable label", BadKey},
 	{"ignoring alive message", BadCluster},
 	{"push/pull merge", BadCluster},
-	{"Conflicting address", Conflict},
 	{"Failed to decode", Malformed},
 	{"not supported", Malformed},
 	{"invalid msgType", Malformed},
@@ -44,17 +42,16 @@ var refusalTexts = []struct {
 	{"Failed to decompress", Malformed},
 }
 
-// justRemoved is in the text of a refusal that is to be expected for a moment: see removalGrace.
-const justRemoved = "was removed from the cluster a moment ago"
+// wasRemoved is in the text of a refusal that is no reason for a warning: a removed node gossips on until it
+// learns of its removal.
+const wasRemoved = "was removed from the cluster"
 
 // noUDP is memberlist's line when only TCP works.
 const noUDP = "UDP probes failed"
 
-// warnEvery is the least time between two warnings of one reason; noUDPEvery that of warnings about the
-// network.
 const (
-	warnEvery  = time.Second
-	noUDPEvery = time.Minute
+	warnEvery  = time.Second // between two warnings of one reason
+	noUDPEvery = time.Minute // between two warnings about the network
 	// noUDPAgain is the time within which the same is said of the same node again if UDP is blocked. Once is
 	// no reason for a warning: a node that restarts may begin between the probe by UDP and the one by TCP.
 	noUDPAgain = 5 * time.Minute
@@ -66,17 +63,14 @@ type logReader struct {
 	log     *slog.Logger
 	refused func(Reason)
 
-	mu   sync.Mutex
-	last map[string]time.Time
-	left map[string]int // refusals since the last line
-	// the last line about each node that only TCP reached, by its text, of the last noUDPAgain
-	overTCP map[string]time.Time
+	mu      sync.Mutex
+	warned  map[string]time.Time // by what the warning is about
+	overTCP map[string]time.Time // the last line about each node that only TCP reached, of noUDPAgain
 }
 
 func newLogReader(log *slog.Logger, refused func(Reason)) *logReader {
 	return &logReader{
-		log: log, refused: refused, last: map[string]time.Time{}, left: map[string]int{},
-		overTCP: map[string]time.Time{},
+		log: log, refused: refused, warned: map[string]time.Time{}, overTCP: map[string]time.Time{},
 	}
 }
 
@@ -86,31 +80,23 @@ func (l *logReader) Write(line []byte) (int, error) {
 	if i := strings.Index(text, "memberlist: "); i >= 0 {
 		text = text[i+len("memberlist: "):]
 	}
-	if reason := reasonOf(text); reason != "" {
+	reason := reasonOf(text)
+	if reason != "" {
 		l.refused(reason)
-		if strings.Contains(text, justRemoved) {
-			l.log.Debug("gossip of a node that was just removed was ignored", "err", text)
-			return len(line), nil
-		}
-		l.warn(string(reason), warnEvery, "gossip was refused", text)
-	} else if strings.Contains(text, noUDP) && l.isRepeated(text) {
-		l.warn(noUDP, noUDPEvery, "gossip reaches a node over TCP only: is UDP blocked between the nodes?",
-			text)
-	} else {
-		l.log.Debug("gossip", "text", text)
 	}
-	return len(line), nil
-}
-
-// isRepeated reports whether the same was said within noUDPAgain.
-func (l *logReader) isRepeated(text string) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	now := time.Now()
-	maps.DeleteFunc(l.overTCP, func(_ string, at time.Time) bool { return now.Sub(at) >= noUDPAgain })
-	_, repeated := l.overTCP[text]
-	l.overTCP[text] = now
-	return repeated
+	switch {
+	case reason != "" && !strings.Contains(text, wasRemoved) && l.mayWarn(string(reason), warnEvery, now):
+		l.log.Warn("gossip was refused", slog.String("reason", string(reason)), slog.String("err", text))
+	case strings.Contains(text, noUDP) && l.isRepeated(text, now) && l.mayWarn(noUDP, noUDPEvery, now):
+		l.log.Warn("gossip reaches a node over TCP only: is UDP blocked between the nodes?",
+			slog.String("err", text))
+	default:
+		l.log.Debug("gossip", slog.String("text", text))
+	}
+	return len(line), nil
 }
 
 func reasonOf(text string) Reason {
@@ -122,15 +108,20 @@ func reasonOf(text string) Reason {
 	return ""
 }
 
-// warn logs at most one line per reason and time. memberlist's line about an alive message names the member.
-func (l *logReader) warn(what string, every time.Duration, msg, text string) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	now := time.Now()
-	if last, ok := l.last[what]; ok && now.Sub(last) < every {
-		l.left[what]++
-		return
+// mayWarn reports whether the last warning about the same is long enough ago, and notes this one. The caller
+// holds mu.
+func (l *logReader) mayWarn(about string, every time.Duration, now time.Time) bool {
+	if last, ok := l.warned[about]; ok && now.Sub(last) < every {
+		return false
 	}
-	l.log.Warn(msg, "reason", what, "err", text, "others", l.left[what]) //nolint:sloglint // two constants
-	l.last[what], l.left[what] = now, 0
+	l.warned[about] = now
+	return true
+}
+
+// isRepeated reports whether the same was said within noUDPAgain. The caller holds mu.
+func (l *logReader) isRepeated(text string, now time.Time) bool {
+	maps.DeleteFunc(l.overTCP, func(_ string, at time.Time) bool { return now.Sub(at) >= noUDPAgain })
+	_, repeated := l.overTCP[text]
+	l.overTCP[text] = now
+	return repeated
 }

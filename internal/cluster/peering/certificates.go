@@ -3,6 +3,7 @@ package peering
 import (
 	"bytes"
 	"context"
+	"errors"
 	"io/fs"
 	"log/slog"
 	"sync"
@@ -38,8 +39,8 @@ type Certifier interface {
 		dial func(address, uid string) (*grpc.ClientConn, error)) (cert, authority []byte, err error)
 }
 
-// Certificates keeps this node's certificate and the gossip keys, in memory and in the data dir. It renews
-// the certificate.
+// Certificates keeps this node's certificate and the gossip key, in memory and in the data dir. It renews the
+// certificate.
 type Certificates struct {
 	dir    string                              // "" = in memory
 	write  func(dir string, f pki.Files) error // pki.Save
@@ -50,12 +51,11 @@ type Certificates struct {
 
 	credentials atomic.Pointer[pki.Credentials]
 	// saving is held over a change of files and its write to the disk, mu only over the change in memory:
-	// each renewal of the lease reads the keyring, and must not wait for a disk that hangs. saving comes
+	// each renewal of the lease reads the gossip key, and must not wait for a disk that hangs. saving comes
 	// before mu.
-	saving  sync.Mutex
-	mu      sync.Mutex // guards the rest once the node runs
-	files   pki.Files
-	keyring [][]byte // gossip keys; the first one encrypts
+	saving sync.Mutex
+	mu     sync.Mutex // guards files once the node runs
+	files  pki.Files
 }
 
 func loadFiles(dir string) (pki.Files, error) {
@@ -233,33 +233,19 @@ func (c *Certificates) newCSR() ([]byte, error) {
 	return pki.NewCSR(c.current().Key)
 }
 
-// keyringSum identifies the gossip keys of this node; "" before it has one.
-func (c *Certificates) keyringSum() string {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return state.KeyringSum(c.keyring)
-}
-
-// takeKeyring keeps new gossip keys, after use has taken them. Those that it has already change nothing.
-func (c *Certificates) takeKeyring(ring [][]byte, use func() error) error {
+// takeGossipKey keeps a new gossip key, after use has taken it. The one that it has already changes nothing.
+func (c *Certificates) takeGossipKey(key []byte, use func() error) error {
 	c.saving.Lock()
 	defer c.saving.Unlock()
-	if c.keyringSum() == state.KeyringSum(ring) {
+	next := c.current()
+	if bytes.Equal(next.GossipKey, key) {
 		return nil
 	}
-	if err := use(); err != nil {
+	next.GossipKey = key
+	if err := errors.Join(use(), c.save(next)); err != nil {
 		return err
 	}
-	if next := c.current(); !bytes.Equal(next.GossipKey, ring[0]) {
-		next.GossipKey = ring[0]
-		if err := c.save(next); err != nil {
-			return err
-		}
-	}
-	c.mu.Lock()
-	c.keyring = ring
-	c.mu.Unlock()
-	c.log.Info("the keys of the gossip have changed", slog.Int("keys", len(ring)))
+	c.log.Info("the key of the gossip has changed")
 	return nil
 }
 

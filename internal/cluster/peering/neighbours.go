@@ -33,10 +33,10 @@ type Neighbours struct {
 
 // All returns the cluster's nodes by name, each at the address where it was seen last.
 func (b *Neighbours) All() map[string]*state.Node {
-	nodes, seen := b.known(), b.seenAt()
+	nodes := b.known()
 	out := make(map[string]*state.Node, len(nodes)) // the state's own map is shared
-	for id, rec := range nodes {
-		out[id] = at(rec, seen[rec.UID])
+	for id := range nodes {
+		out[id] = b.Get(id)
 	}
 	return out
 }
@@ -47,13 +47,8 @@ func (b *Neighbours) Get(id string) *state.Node {
 	if rec == nil {
 		return nil
 	}
-	address, _ := b.lastAddress(rec.UID)
-	return at(rec, address)
-}
-
-// at returns a node's record with an address, if it is another one.
-func at(rec *state.Node, address string) *state.Node {
-	if address == "" || address == rec.Address {
+	address, ok := b.lastAddress(rec.UID)
+	if !ok || address == rec.Address {
 		return rec
 	}
 	moved := *rec
@@ -73,26 +68,9 @@ func (b *Neighbours) known() map[string]*state.Node {
 	return out
 }
 
-// seenAt returns lastAddress of all nodes, by UID.
-func (b *Neighbours) seenAt() map[string]string {
-	out := map[string]string{}
-	if met := b.met.Load(); met != nil {
-		out[met.UID] = met.Address
-	}
-	if b.gossip == nil {
-		return out
-	}
-	for _, g := range b.gossip.Members() {
-		if g.State == membership.Alive && g.Address != "" {
-			out[g.UID] = g.Address
-		}
-	}
-	return out
-}
-
 // lastAddress is a node's address as gossip reports it, or as the operator gave it with a join.
 func (b *Neighbours) lastAddress(uid string) (address string, ok bool) {
-	if g, ok := b.Seen(uid); ok && g.State == membership.Alive && g.Address != "" {
+	if g, ok := b.Seen(uid); ok && g.Address != "" {
 		return g.Address, true
 	}
 	if met := b.met.Load(); met != nil && met.UID == uid {
@@ -114,26 +92,18 @@ func (b *Neighbours) Resolve(uid string) (string, bool) {
 	return "", false
 }
 
-// Seen returns the gossip entry of a node.
+// Seen returns the gossip entry of a node that is alive.
 func (b *Neighbours) Seen(uid string) (found membership.Member, ok bool) {
 	if b.gossip == nil {
 		return found, false
 	}
-	for _, g := range b.gossip.Members() {
-		if g.UID == uid {
-			return g, true
-		}
-	}
-	return found, false
+	return b.gossip.Find(uid)
 }
 
 // IsHeard reports whether gossip sees a node. It is true of this node, and of all nodes without gossip.
 func (b *Neighbours) IsHeard(uid string) bool {
-	if b.gossip == nil || uid == b.self {
-		return true
-	}
-	g, ok := b.Seen(uid)
-	return ok && g.State == membership.Alive
+	_, ok := b.Seen(uid)
+	return ok || b.gossip == nil || uid == b.self
 }
 
 // rejoinRetry is the pause between two attempts to identify the node at the address of a join.
@@ -171,22 +141,6 @@ func (b *Neighbours) gossipSeeds() []string {
 		}
 	}
 	return out
-}
-
-// setKeys gives the gossip its keys.
-func (b *Neighbours) setKeys(ring [][]byte, cluster string) error {
-	if b.gossip == nil {
-		return nil
-	}
-	derived := make([][]byte, len(ring))
-	for i, secret := range ring {
-		key, err := membership.DeriveKey(secret, cluster)
-		if err != nil {
-			return err
-		}
-		derived[i] = key
-	}
-	return b.gossip.SetKeys(derived...)
 }
 
 // Transports holds the connections to other nodes, one per protocol and node. A node that moved

@@ -73,15 +73,16 @@ type Peering struct {
 	log      *slog.Logger
 	ident    cluster.Identity
 	roles    []string
-	address  string        // HOST:PORT of the node port
-	dir      string        // of certificate files; "" = in memory
-	joined   bool          // false: it founded the cluster, now or in an earlier process
-	rejoin   string        // address of a join with a member's data dir; "" = none
-	founding bool          // it founds the cluster in this process
-	secrets  state.Secrets // of a founding node
-	removed  chan struct{} // closed when the cluster has removed this node
-	removal  removal
-	keyrings chan [][]byte // gossip keys that KeepKeyring takes; one place
+	address  string          // HOST:PORT of the node port
+	dir      string          // of certificate files; "" = in memory
+	joined   bool            // false: it founded the cluster, now or in an earlier process
+	rejoin   string          // address of a join with a member's data dir; "" = none
+	founding bool            // it founds the cluster in this process
+	secrets  state.Secrets   // of a founding node
+	removed  chan struct{}   // closed when the cluster has removed this node
+	refused  context.Context // ended by the refusal of a control node, which holds this node as removed
+	refuse   context.CancelCauseFunc
+	keys     chan []byte // gossip keys that KeepGossipKey takes; one place
 	loops    sync.WaitGroup
 }
 
@@ -90,8 +91,9 @@ type Peering struct {
 func Open(ctx context.Context, cfg Config) (*Peering, error) {
 	p := &Peering{
 		cfg: cfg, log: cfg.Log, roles: cfg.Roles, dir: pkiDir(cfg.DataDir), removed: make(chan struct{}),
-		removal: removal{told: make(chan struct{})}, keyrings: make(chan [][]byte, 1),
+		keys: make(chan []byte, 1),
 	}
+	p.refused, p.refuse = context.WithCancelCause(context.Background())
 	var err error
 	if p.ident, err = identify(cfg.DataDir, cfg.NodeID); err != nil {
 		return nil, err
@@ -119,7 +121,7 @@ func (p *Peering) listen(ctx context.Context) error {
 	p.Port = nodeport.New(nodeport.Config{
 		Credentials: p.Certificates.credentials.Load, Revoked: p.isRevoked, Bind: p.cfg.Listen,
 		Connect: p.cfg.Dial, Log: p.log.With(slog.String("component", "nodeport")),
-		RemovedHere: p.removal.tell,
+		RemovedHere: p.refuse,
 		Refused:     func(r nodeport.Reason) { p.cfg.Refused(string(r)) },
 	})
 	if err := p.Port.Listen(ctx, hostPort(p.cfg.Host, p.cfg.NodePort)); err != nil {
@@ -177,7 +179,6 @@ func (p *Peering) enter(ctx context.Context) error {
 // startGossip starts the gossip, which finds nodes that have moved and suspects silent nodes. A network
 // without packets works without it, by the state's addresses and the leases.
 func (p *Peering) startGossip(ctx context.Context) error {
-	p.Certificates.keyring = [][]byte{p.Certificates.files.GossipKey}
 	if !p.cfg.WithGossip {
 		return nil
 	}
@@ -185,9 +186,11 @@ func (p *Peering) startGossip(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	g, err := membership.New(ctx, membership.Config{
-		Node: p.cfg.NodeID, Incarnation: p.cfg.Incarnation, Meta: p.meta(),
-		Bind: p.Neighbours.address, Advertise: p.Neighbours.address, Key: key,
+	g, err := membership.Start(ctx, membership.Config{
+		Self: membership.Member{
+			Cluster: p.ident.Cluster, UID: p.ident.UID, Node: p.cfg.NodeID, Address: p.address,
+		},
+		Incarnation: p.cfg.Incarnation, Host: p.cfg.Host, Port: p.cfg.GossipPort, Key: key,
 		Seeds: p.Neighbours.gossipSeeds, Revoked: p.isRevoked,
 		Refused: func(r membership.Reason) { p.cfg.Refused("gossip_" + string(r)) },
 		Timers:  p.cfg.Gossip, Log: p.log.With(slog.String("component", "membership")),
@@ -196,15 +199,7 @@ func (p *Peering) startGossip(ctx context.Context) error {
 		return err
 	}
 	p.Neighbours.gossip, p.Neighbours.address = g, g.Address()
-	return g.Start()
-}
-
-// meta is what this node tells about itself in the gossip.
-func (p *Peering) meta() membership.Meta {
-	return membership.Meta{
-		Cluster: p.ident.Cluster, UID: p.ident.UID, Address: p.address, Roles: p.roles,
-		Version: p.cfg.Version, Zone: p.cfg.Zone,
-	}
+	return nil
 }
 
 // WatchRemoval ends the connections of nodes that the cluster has removed, until ctx ends or this node is
@@ -228,7 +223,7 @@ func (p *Peering) WatchRemoval(ctx context.Context) {
 		}
 		select {
 		case <-changed:
-		case <-p.removal.told:
+		case <-p.refused.Done():
 		case <-ctx.Done():
 			return
 		}
@@ -249,35 +244,14 @@ func (p *Peering) disconnect(ctx context.Context, uids []string) {
 // Removed is closed when the cluster has removed this node.
 func (p *Peering) Removed() <-chan struct{} { return p.removed }
 
-// removal is what the first control node said that refused this node as removed.
-type removal struct {
-	once sync.Once
-	told chan struct{}
-	err  error // written before told is closed
-}
-
-func (r *removal) tell(err error) {
-	r.once.Do(func() {
-		r.err = err
-		close(r.told)
-	})
-}
-
-// Refusal is the error of a control node that refused this node as removed; nil before that.
-func (p *Peering) Refusal() error {
-	select {
-	case <-p.removal.told:
-		return p.removal.err
-	default:
-		return nil
-	}
-}
+// Refusal is the error of the first control node that refused this node as removed; nil before that.
+func (p *Peering) Refusal() error { return context.Cause(p.refused) }
 
 // AwaitRefusal calls giveUp with Refusal once there is one, until ctx ends.
 func (p *Peering) AwaitRefusal(ctx context.Context, giveUp context.CancelCauseFunc) {
 	select {
-	case <-p.removal.told:
-		giveUp(p.removal.err)
+	case <-p.refused.Done():
+		giveUp(p.Refusal())
 	case <-ctx.Done():
 	}
 }
@@ -304,7 +278,8 @@ func (p *Peering) Record() state.Node {
 	return state.Node{
 		ID: p.cfg.NodeID, UID: p.ident.UID, Zone: p.cfg.Zone, Version: p.cfg.Version, Level: state.Level,
 		Advertise: p.cfg.Host, Address: p.address, Gossip: p.Neighbours.address,
-		Keyring: p.Certificates.keyringSum(), Roles: state.ConvertRoles[state.Role](p.roles),
+		GossipSum: state.GossipKeySum(p.Certificates.current().GossipKey),
+		Roles:     state.ConvertRoles[state.Role](p.roles),
 	}
 }
 
@@ -331,24 +306,28 @@ func (p *Peering) NewToken(ctx context.Context, store cluster.Store, ttl time.Du
 	return t.String(), err
 }
 
-// OfferKeyring hands gossip keys to KeepKeyring and does not wait: whoever renews the lease must not wait for
-// the disk. While other keys wait there, these are dropped. The leader sends its keys with each renewal until
-// the node reports them.
-func (p *Peering) OfferKeyring(ring [][]byte) {
+// OfferGossipKey hands a gossip key to KeepGossipKey and does not wait: whoever renews the lease must not
+// wait for the disk. While another key waits there, this one is dropped. The leader sends its key with each
+// renewal until the node reports it.
+func (p *Peering) OfferGossipKey(key []byte) {
 	select {
-	case p.keyrings <- ring:
+	case p.keys <- key:
 	default:
 	}
 }
 
-// KeepKeyring takes the gossip keys of OfferKeyring, until ctx ends: it accepts all of them, sends with the
-// first one and saves that one in the data dir.
-func (p *Peering) KeepKeyring(ctx context.Context) {
+// KeepGossipKey takes the keys of OfferGossipKey, until ctx ends: it speaks with the key and saves it in the
+// data dir.
+func (p *Peering) KeepGossipKey(ctx context.Context) {
 	for {
 		select {
-		case ring := <-p.keyrings:
-			err := p.Certificates.takeKeyring(ring, func() error {
-				return p.Neighbours.setKeys(ring, p.ident.Cluster)
+		case secret := <-p.keys:
+			err := p.Certificates.takeGossipKey(secret, func() error {
+				key, err := membership.DeriveKey(secret, p.ident.Cluster)
+				if err != nil || p.Neighbours.gossip == nil {
+					return err
+				}
+				return p.Neighbours.gossip.SetKey(key)
 			})
 			if err != nil {
 				p.log.Warn("the gossip's new key cannot be taken, trying again", slog.Any("err", err))

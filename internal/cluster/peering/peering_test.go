@@ -81,7 +81,7 @@ func TestAFounderComesBackWithItsRoles(t *testing.T) {
 	assert.Equal(t, []string{"control", "worker"}, p.Roles())
 	rec := p.Record()
 	assert.Equal(t, p.Address(), rec.Address)
-	assert.Equal(t, state.KeyringSum([][]byte{secrets.GossipKey}), rec.Keyring)
+	assert.Equal(t, state.GossipKeySum(secrets.GossipKey), rec.GossipSum)
 	require.NoError(t, p.Close())
 
 	cfg.Roles = []string{"worker"}
