@@ -55,7 +55,7 @@ func (r *fakeRouters) Reset(_ context.Context, app string) (client.ResetResult, 
 func (r *fakeRouters) Router(_ context.Context, app string) (client.Info, error) {
 	return client.Info{
 		App: app, Policy: "kv", Index: &client.Index{Blocks: 7},
-		Law: &client.Law{
+		CostModel: &client.CostModel{
 			Preset: "moe", Prefill: 1.5, Decode: 0.75, PrefillSamples: 3, DecodeSamples: 4, AgeS: 2.5,
 			Error: 0.25,
 			Ranks: []client.WorkerSpeed{{Worker: "0/1", Slow: 2, LagMs: 12.5}},
@@ -212,11 +212,11 @@ func TestEveryCall(t *testing.T) {
 	info, err := c.Info(ctx)
 	require.NoError(t, err)
 	assert.Equal(t, []any{"kv", 7}, []any{info.Policy, info.Index.Blocks})
-	assert.Equal(t, &client.Law{
+	assert.Equal(t, &client.CostModel{
 		Preset: "moe", Prefill: 1.5, Decode: 0.75, PrefillSamples: 3, DecodeSamples: 4, AgeS: 2.5,
 		Error: 0.25,
 		Ranks: []client.WorkerSpeed{{Worker: "0/1", Slow: 2, LagMs: 12.5}},
-	}, info.Law)
+	}, info.CostModel)
 }
 
 func TestGenerate(t *testing.T) {

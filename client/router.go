@@ -309,9 +309,9 @@ type Info struct {
 	Queued       int            `json:"queued"`
 	Reservations int            `json:"reservations"`
 	// open requests on the fullest ready rank over the mean; 1 = even
-	Imbalance float64 `json:"imbalance"`
-	Index     *Index  `json:"index,omitempty"` // nil: the policy reads none
-	Law       *Law    `json:"law,omitempty"`   // nil: the policy predicts no times
+	Imbalance float64    `json:"imbalance"`
+	Index     *Index     `json:"index,omitempty"`      // nil: the policy reads none
+	CostModel *CostModel `json:"cost_model,omitempty"` // nil: the policy predicts no times
 	// queues of lockstep groups, under the policy cohorts
 	Groups []GroupQueue `json:"groups,omitempty"`
 	// nil: the application has one pool. Else the rest is of the decode pool
@@ -348,9 +348,9 @@ func (c *Cohorts) Add(o Cohorts) {
 	c.Count, c.Requests, c.Ranks = c.Count+o.Count, c.Requests+o.Requests, c.Ranks+o.Ranks
 }
 
-// Law is how long a Router expects its engines to take: the milliseconds of a preset, times what it measured
-// beside them.
-type Law struct {
+// CostModel is how long a Router expects its engines to take: the milliseconds of a preset, times what it
+// measured beside them.
+type CostModel struct {
 	Preset string `json:"preset"` // dense | moe
 	// measured factor on the preset's milliseconds of a prefill; 1 = as the preset says
 	Prefill        float64 `json:"prefill"`

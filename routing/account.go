@@ -22,7 +22,7 @@ type account struct {
 	when    time.Duration
 	remote  rankClock  // the rank's clock
 	pace    decodePace // a request whose tokens are timed
-	law     *law       // of the application; nil in tests of an account alone
+	model   *costModel // of the application; nil in tests of an account alone
 	service *service   // likewise
 	// the newest answers that failed
 	failures []failure
@@ -99,7 +99,7 @@ func (a *account) admit(rk *Rank, key uint64, tokens, hit int) {
 func (a *account) firstToken(rk *Rank, key uint64, seen bool) {
 	if o := a.opens.get(key); o != nil && o.phase != decoding {
 		if seen {
-			a.queue.measure(o.slot, rk, a.at(), a.law)
+			a.queue.measure(o.slot, rk, a.at(), a.model)
 		}
 		if a.service != nil && o.sent != 0 {
 			learn(&a.service.prefill, a.at()-o.sent)
@@ -387,7 +387,7 @@ func (a *account) logDifference(rank RankID, before *opens) {
 // report before.
 func (a *account) timeTokens(rk *Rank, o *open, n int32) {
 	p := &a.pace
-	if !a.reckons || a.law == nil || a.when == 0 || a.queue.first != 0 {
+	if !a.reckons || a.model == nil || a.when == 0 || a.queue.first != 0 {
 		p.key = 0
 		return
 	}
@@ -401,9 +401,9 @@ func (a *account) timeTokens(rk *Rank, o *open, n int32) {
 	if observed < leastSpan {
 		return
 	}
-	b := &a.law.base
+	b := &a.model.base
 	decodes, context := rk.decodes()
 	p.decode.learn(observed, float64(n-p.out)*b.Step(0, decodes, int(context), 0), a.when)
 	p.out, p.since = n, a.when
-	a.law.addDecodeSample(*a.clock)
+	a.model.addDecodeSample(*a.clock)
 }

@@ -143,7 +143,7 @@ func (r *Router) rankUp(i int, found bool, e *Event) (wake, ok bool) {
 		r.view.Ranks = slices.Insert(r.view.Ranks, i, Rank{})
 		r.accounts = slices.Insert(r.accounts, i,
 			account{
-				log: r.log, clock: &r.view.Now, reckons: r.reckons, law: &r.law, service: &r.service,
+				log: r.log, clock: &r.view.Now, reckons: r.reckons, model: &r.model, service: &r.service,
 			})
 	}
 	rk := &r.view.Ranks[i]

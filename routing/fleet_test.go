@@ -78,9 +78,9 @@ func agentTurns(seed uint64, perSecond float64, span time.Duration) []fleetTurn 
 }
 
 // fleet plays requests on ranks behind one Router or several, event by event. A rank computes one prompt
-// after the other at the speed of the step law, decodes at one speed, and keeps the blocks that it used last.
-// Requests take the Routers in turn. Their hits are what each rank was sent, at once. Tickets come at once,
-// the ranks' records to every Router after lag.
+// after the other at the speed of the cost model, decodes at one speed, and keeps the blocks that it used
+// last. Requests take the Routers in turn. Their hits are what each rank was sent, at once. Tickets come at
+// once, the ranks' records to every Router after lag.
 type fleet struct {
 	t       require.TestingT
 	block   int // tokens
@@ -227,10 +227,10 @@ func (f *fleet) tell(rk *fleetRank, e Event) {
 
 // prefill computes the first prompt of the rank's queue.
 func (f *fleet) prefill(rk *fleetRank) {
-	job, epoch, law := rk.queue[0], rk.epoch, steptime.Reference()
+	job, epoch, model := rk.queue[0], rk.epoch, steptime.Reference()
 	chain := job.turn.chain
 	hit := int64(min(rk.cache.holds(chain), len(chain)-1) * f.block)
-	ms := law.FixedMS + law.Prefill(len(chain)*f.block-int(hit), int(hit))
+	ms := model.FixedMS + model.Prefill(len(chain)*f.block-int(hit), int(hit))
 	f.after(time.Duration(ms*float64(time.Millisecond)), func() {
 		if !rk.up || rk.epoch != epoch {
 			return // it has come again elsewhere

@@ -52,7 +52,7 @@ const (
 //
 // It is pure: the same input gives the same releases. A GroupLine keeps its input.
 type GroupRule struct {
-	Law    steptime.Coefficients // of one rank
+	Model  steptime.Coefficients // of one rank
 	Hold   time.Duration         // the longest wait for a cohort
 	Pace   time.Duration         // the goal of time between tokens
 	Window int                   // of the oldest requests that a cohort is taken from; at least 4 per rank
@@ -69,8 +69,8 @@ func NewGroupRule(ttft, tpot time.Duration) GroupRule {
 	if tpot <= 0 {
 		tpot = 50 * time.Millisecond
 	}
-	law, _ := steptime.DeepSeek(0)
-	return GroupRule{Law: law, Hold: ttft / holdShare, Pace: tpot}
+	model, _ := steptime.DeepSeek(0)
+	return GroupRule{Model: model, Hold: ttft / holdShare, Pace: tpot}
 }
 
 // OfPrefillPool is the rule for a pool that only computes prompts.
@@ -240,7 +240,7 @@ func (r *GroupRule) Next(in *GroupInput, out *GroupLook) {
 }
 
 func (r *GroupRule) decodeCost(requests int, context int64) float64 {
-	return r.Law.DecodeMS*float64(requests) + r.Law.ContextMS*float64(context)
+	return r.Model.DecodeMS*float64(requests) + r.Model.ContextMS*float64(context)
 }
 
 // DecodeBalance is the mean time that the ranks' decodes take in a step, over that of the slowest rank; 1 is
@@ -405,7 +405,7 @@ func (r *GroupRule) gather(in *GroupInput, out *GroupLook) {
 		at, tokens, work := 0, -1, 0.0
 		for k := range out.rows {
 			if u := w.uncached(out.rows[k].ID, &at); u != tokens {
-				tokens, work = u, r.Law.Prefill(u, w.Tokens-u)
+				tokens, work = u, r.Model.Prefill(u, w.Tokens-u)
 			}
 			out.works = append(out.works, work)
 			if work < c.least && out.rows[k].fits(w.Tokens) {
@@ -439,7 +439,7 @@ func (r *GroupRule) budget(out *GroupLook) float64 {
 		sum += min(out.cands[k].least, oldest)
 	}
 	layers := math.Floor(sum/(float64(len(out.rows))*max(oldest, math.SmallestNonzeroFloat64)) + layerSlack)
-	budget := min(max(cohortSlack*oldest, r.Law.Prefill(leastBudget, 0)), cohortSlack*max(1, layers)*oldest)
+	budget := min(max(cohortSlack*oldest, r.Model.Prefill(leastBudget, 0)), cohortSlack*max(1, layers)*oldest)
 	return max(budget, math.SmallestNonzeroFloat64)
 }
 

@@ -49,7 +49,7 @@ func shown(out *GroupLook) string {
 
 func TestGroupRuleDecides(t *testing.T) {
 	const now, ms = time.Hour, time.Millisecond
-	law := NewGroupRule(0, 0).Law
+	model := NewGroupRule(0, 0).Model
 	with := func(change func(rk *GroupRank)) []GroupRank {
 		ranks := groupOf(4)
 		for i := range ranks {
@@ -59,7 +59,7 @@ func TestGroupRuleDecides(t *testing.T) {
 	}
 	open := with(func(rk *GroupRank) {
 		if rk.ID == ID(0, 1) {
-			rk.Prompts, rk.Work = 1, law.Prefill(1024, 0)
+			rk.Prompts, rk.Work = 1, model.Prefill(1024, 0)
 		}
 	})
 	idle := with(func(rk *GroupRank) { rk.Decodes, rk.Open, rk.Context = 0, 0, 0 })
@@ -249,8 +249,8 @@ func TestGroupRuleDecides(t *testing.T) {
 			pace:  60 * ms, rate: 30, waiting: waitingFor(now, 500),
 			want: "",
 		},
-		"a law that knows nothing": {
-			change: func(r *GroupRule) { r.Law.PromptTokenMS, r.Law.PairMS = 0, 0 },
+		"a model that knows nothing": {
+			change: func(r *GroupRule) { r.Model.PromptTokenMS, r.Model.PairMS = 0, 0 },
 			pace:   60 * ms, rate: 30, waiting: waitingFor(now, prompts(4, 1000)...),
 			want: "1→0 2→1 3→2 4→3",
 		},
@@ -280,7 +280,7 @@ func TestGroupRuleDecides(t *testing.T) {
 
 func TestDecodeBalance(t *testing.T) {
 	t.Parallel()
-	rule := GroupRule{Law: steptime.Coefficients{ContextMS: 1}}
+	rule := GroupRule{Model: steptime.Coefficients{ContextMS: 1}}
 	assert.InDelta(t, 1, rule.DecodeBalance(nil), 0)
 	assert.InDelta(t, 1, rule.DecodeBalance(groupOf(4)), 0)
 	ranks := groupOf(2)

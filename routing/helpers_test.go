@@ -144,7 +144,7 @@ func allPolicies(t require.TestingT) []Policy {
 		{"prefix-aware", "tuned", map[string]any{"imbalanced_threshold": 2}},
 		{"cache-aware", "tuned", map[string]any{"balance_abs_threshold": 1}},
 		{"session-affinity", "tuned", nil},
-		{"mex", "", map[string]any{"goal": "latency", "law": "moe"}},
+		{"mex", "", map[string]any{"goal": "latency", "cost_model": "moe"}},
 		{"mex", "", map[string]any{"ttft_s": 0.001, "tpot_s": 0.0001}},
 	} {
 		made, err := New(p.name, p.preset, p.params)

@@ -80,7 +80,7 @@ func TestMexParameters(t *testing.T) {
 		{"tpot_s": 1e6},
 		{"goal": "speed"},
 		{"goal": 3},
-		{"law": "sparse"},
+		{"cost_model": "sparse"},
 		{"mode": "goodput"},
 	} {
 		_, err := New("mex", "", bad)
@@ -250,10 +250,10 @@ func TestSpeedIsOfTheRanksOwnTime(t *testing.T) {
 	c.now = time.Second
 	for i := range 60 {
 		c.lag = time.Duration(i%3) * 400 * time.Millisecond
-		c.serve(8000, lawOf(8000, 0, 2))
+		c.serve(8000, modelOf(8000, 0, 2))
 		c.now += 2 * time.Second
 	}
-	info, ok := c.r.Law()
+	info, ok := c.r.CostModel()
 	require.True(t, ok)
 	assert.InEpsilon(t, 2, info.Prefill, .05)
 	assert.Equal(t, uint64(60), info.PrefillSamples)
@@ -261,8 +261,8 @@ func TestSpeedIsOfTheRanksOwnTime(t *testing.T) {
 	assert.Equal(t, "dense", info.Preset)
 }
 
-// The law is the median of the ranks; a rank that is slower than it has costs as much higher, until it has
-// shown nothing for a while.
+// The cost model is the median of the ranks; a rank that is slower than it has costs as much higher, until it
+// has shown nothing for a while.
 func TestASlowRankCostsMore(t *testing.T) {
 	r := routerWith(newPolicy(t, "mex"), 3, 1000)
 	now, seq := time.Second, uint64(0)
@@ -273,7 +273,7 @@ func TestASlowRankCostsMore(t *testing.T) {
 				Kind: EvAdmitted, Rank: ID(0, i), ReqID: seq, Tokens: 8000, Incarnation: 7,
 				Seq: seq, Now: now,
 			})
-			now += lawOf(8000, 0, slow)
+			now += modelOf(8000, 0, slow)
 			r.Observe(&Event{
 				Kind: EvFirstToken, Rank: ID(0, i), ReqID: seq, Incarnation: 7, Seq: seq,
 				Now: now,
@@ -288,7 +288,7 @@ func TestASlowRankCostsMore(t *testing.T) {
 		_, v := r.Why(&Request{Now: now + later})
 		return v.Ranks[1].Slow
 	}
-	info, _ := r.Law()
+	info, _ := r.CostModel()
 	assert.InEpsilon(t, 2, info.Prefill, .1)
 	assert.InEpsilon(t, 5, slow(0), .15)
 	assert.InEpsilon(t, 3, slow(slowMemory), .15, "half of it is forgotten")
@@ -306,7 +306,7 @@ func TestDecodingSpeedIsLearned(t *testing.T) {
 			s.now = time.Second
 			s.tell(EvAdmitted, 1, 1000, 0)
 			s.tell(EvFirstToken, 1, 0, 0)
-			base := newLaw(s.r.policy).base
+			base := newCostModel(s.r.policy).base
 			ms, tokens := 0.0, 0
 			for n := range 100 {
 				at := s.now + 500*time.Millisecond
@@ -327,7 +327,7 @@ func TestDecodingSpeedIsLearned(t *testing.T) {
 					Now: s.now, At: s.now + time.Hour,
 				})
 			}
-			info, _ := s.r.Law()
+			info, _ := s.r.CostModel()
 			assert.InEpsilon(t, slow, info.Decode, .1)
 			assert.Greater(t, info.DecodeSamples, uint64(70))
 		})

@@ -7,7 +7,7 @@ import (
 )
 
 // The transfer of a prompt from a prefill rank to a decode rank: Qwen3-32B in bf16 (64 layers, 8 KV heads of
-// 128) over 25 Gbit/s, the reference model of the step law on a link that most clusters have.
+// 128) over 25 Gbit/s, the reference model of the cost model on a link that most clusters have.
 const (
 	transferBytes = 64 * 8 * 128 * 2 * 2 // of KV cache per token
 	transferSpeed = 25e9 / 8             // bytes per second
@@ -30,8 +30,8 @@ const (
 )
 
 // pairTerms are the terms of a pair's cost in their printed order, in ms. They are those of mex: the prefill
-// rank's up to prefill_memory, by its pool's law and traffic, and the decode rank's, which has no prompt to
-// compute. A decode rank that is a candidate has room, so there is no wait for a place.
+// rank's up to prefill_memory, by its pool's cost model and traffic, and the decode rank's, which has no
+// prompt to compute. A decode rank that is a candidate has room, so there is no wait for a place.
 type pairTerms [9]float64
 
 const (

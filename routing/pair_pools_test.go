@@ -20,7 +20,7 @@ type pools struct {
 	t        require.TestingT
 	r        *PairRouter
 	p, d     *Router
-	law      steptime.Coefficients
+	model    steptime.Coefficients
 	now      time.Duration
 	due      poolQueue
 	seq      map[*Router]map[RankID]uint64
@@ -64,7 +64,7 @@ func (s *pools) observe(r *Router, kind EventKind, id RankID, req uint64, tokens
 
 // compute is when the rank has computed a prompt that it gets now.
 func (s *pools) compute(r *Router, id RankID, tokens int) time.Duration {
-	took := time.Duration(s.law.Prefill(tokens, 0) * float64(time.Millisecond))
+	took := time.Duration(s.model.Prefill(tokens, 0) * float64(time.Millisecond))
 	s.free[r][id] = max(s.free[r][id], s.now) + took
 	return s.free[r][id] - s.now
 }
@@ -106,7 +106,7 @@ func (s *pools) send(tokens, answer int, next func()) {
 func playPools(t require.TestingT, policy, decide string, prefills, decodes, clients, requests int,
 	length func() (tokens, answer int),
 ) *pools {
-	s := &pools{t: t, law: steptime.Reference(), served: map[RankID]int{}}
+	s := &pools{t: t, model: steptime.Reference(), served: map[RankID]int{}}
 	s.p, s.d = pairPools(t, prefills, decodes, policy, policy)
 	s.r = NewPairRouter(s.p, s.d, pairRule(t, decide), false, 5)
 	s.seq = map[*Router]map[RankID]uint64{s.p: {}, s.d: {}}

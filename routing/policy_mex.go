@@ -37,7 +37,7 @@ const (
 // Its prompt stalls the requests that decode on the rank, and its context makes their steps longer. A goal
 // cannot be missed twice, so the time beyond it counts logarithmically.
 //
-// P and Wq are prefill times by the step law, d = gW + dA + dB·(O+1) + dC·(K+Kq+L) the step that its tokens
+// P and Wq are prefill times by the cost model, d = gW + dA + dB·(O+1) + dC·(K+Kq+L) the step that its tokens
 // come in, σ = 1 + D/(gT·8192) the stretch of a prefill that shares its steps with D = dA + dB·R + dC·K ms of
 // decoding; on a slow rank all of them are as much longer. Requests whose prompt is computed as reckoned
 // count among R and K. X = TTFT/TPOT exchanges ms per token for ms of the first token, by the application's
@@ -50,11 +50,12 @@ const (
 // ingresses are taken to have sent to that rank meanwhile.
 //
 // Equal scores are drawn. A rank that came up lately has credit for prompts without a home (creditNewRanks).
-// Parameters: goal (goodput; latency leaves beyond_goal out), ttft_s (2), tpot_s (0.05), law (dense; moe).
+// Parameters: goal (goodput; latency leaves beyond_goal out), ttft_s (2), tpot_s (0.05), cost_model (dense;
+// moe).
 type Mex struct {
 	Latency    bool
 	TTFT, TPOT float64 // ms: the goals
-	MoE        bool    // the law's preset
+	MoE        bool    // the cost model's preset
 }
 
 func newMex(p *params) Policy {
@@ -63,7 +64,7 @@ func newMex(p *params) Policy {
 		Latency: p.word("goal", goalGoodput, goalGoodput, goalLatency) == goalLatency,
 		TTFT:    ms * p.number("ttft_s", 2, 0.001, 3600),
 		TPOT:    ms * p.number("tpot_s", 0.05, 0.0001, 60),
-		MoE:     p.word("law", lawDense, lawDense, lawMoE) == lawMoE,
+		MoE:     p.word("cost_model", costDense, costDense, costMoE) == costMoE,
 	}
 }
 
@@ -71,7 +72,7 @@ func (Mex) Name() string { return nameMex }
 
 func (Mex) needs() Needs { return Needs{Hits: true} }
 
-func (p Mex) law() steptime.Coefficients {
+func (p Mex) model() steptime.Coefficients {
 	if p.MoE {
 		return steptime.MoE()
 	}
@@ -80,9 +81,9 @@ func (p Mex) law() steptime.Coefficients {
 
 func (p Mex) preset() string {
 	if p.MoE {
-		return lawMoE
+		return costMoE
 	}
-	return lawDense
+	return costDense
 }
 
 // NewState begins with an idle system.
@@ -90,17 +91,17 @@ func (Mex) NewState(v *View, _ *rand.Rand) State { return newTraffic(v) }
 
 func (p Mex) Observe(s State, v *View, e *Event) {
 	if t, ok := s.(*traffic); ok {
-		law := p.current(v)
-		t.observe(v, e, &law)
+		model := p.current(v)
+		t.observe(v, e, &model)
 	}
 }
 
-// current is the law as measured.
+// current is the cost model as measured.
 func (p Mex) current(v *View) steptime.Coefficients {
-	if v.Law == (steptime.Coefficients{}) {
-		return p.law()
+	if v.Model == (steptime.Coefficients{}) {
+		return p.model()
 	}
-	return v.Law
+	return v.Model
 }
 
 func (p Mex) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
@@ -133,7 +134,7 @@ func (p Mex) Decide(q *Request, v *View, s State, r *rand.Rand, d *Decision) {
 
 // mexCosts is what one decision charges by.
 type mexCosts struct {
-	law       steptime.Coefficients
+	model     steptime.Coefficients
 	tokens    int64   // of the prompt
 	stretch   float64 // 1/(gT·chunk)
 	later     float64 // η
@@ -150,10 +151,10 @@ type mexCosts struct {
 
 func (p Mex) costs(q *Request, v *View, s State) mexCosts {
 	c := mexCosts{
-		law: p.current(v), tokens: int64(q.Tokens), answer: firstAnswer, exchange: p.TTFT / p.TPOT,
+		model: p.current(v), tokens: int64(q.Tokens), answer: firstAnswer, exchange: p.TTFT / p.TPOT,
 		goal: p.TTFT, late: !p.Latency,
 	}
-	c.stretch = 1 / (c.law.TokenMS * stepTokens)
+	c.stretch = 1 / (c.model.TokenMS * stepTokens)
 	if t, ok := s.(*traffic); ok {
 		c.later, c.answer = t.later(), t.answer
 		if share := t.share(); share < 1 {
@@ -162,7 +163,7 @@ func (p Mex) costs(q *Request, v *View, s State) mexCosts {
 		}
 	}
 	c.perAnswer = 1 / c.answer
-	c.slower = (c.law.DecodeMS + c.law.ContextMS*float64(c.tokens)) / 2
+	c.slower = (c.model.DecodeMS + c.model.ContextMS*float64(c.tokens)) / 2
 	return c
 }
 
@@ -190,7 +191,7 @@ func (m *mexCosts) near(v *View, c *scratch) float64 {
 // of is what the request costs on a rank that holds hit tokens of its prompt, in ms. Its terms go into terms
 // unless that is nil.
 func (m *mexCosts) of(rk *Rank, hit int64, terms *mexTerms) float64 {
-	law, slow := &m.law, rk.slowness()
+	model, slow := &m.model, rk.slowness()
 	open, work, pairs, waiting := float64(rk.ongoing()+1), float64(rk.Load.Q), float64(rk.Pairs),
 		float64(rk.Load.Kq+m.tokens)
 	if rk.Bumps.N > 0 && m.unseen > 0 {
@@ -202,13 +203,14 @@ func (m *mexCosts) of(rk *Rank, hit int64, terms *mexTerms) float64 {
 	waiting -= float64(rk.Computed.Tokens)
 	u, decodes, context := float64(m.tokens-hit), float64(rk.Load.R+rk.Computed.N),
 		float64(rk.Load.K+rk.Computed.Tokens)
-	decoding := law.FixedMS + law.DecodeMS*decodes + law.ContextMS*context
+	decoding := model.FixedMS + model.DecodeMS*decodes + model.ContextMS*context
 	stretch := 1 + decoding*m.stretch
-	prompt := slow * (law.TokenMS*u + law.PairMS*(u*u/2+u*float64(hit)))
-	queue := slow * (law.TokenMS*work + law.PairMS*pairs/2) * stretch
+	prompt := slow * (model.TokenMS*u + model.PairMS*(u*u/2+u*float64(hit)))
+	queue := slow * (model.TokenMS*work + model.PairMS*pairs/2) * stretch
 	prefill := prompt * stretch
 	later := m.later * prompt
-	own := m.exchange * slow * (law.WeightMS + decoding + law.DecodeMS*(open-decodes) + law.ContextMS*waiting)
+	step := model.WeightMS + decoding + model.DecodeMS*(open-decodes) + model.ContextMS*waiting
+	own := m.exchange * slow * step
 	others := m.exchange * decodes * (prompt*m.perAnswer + slow*m.slower)
 	memory, beyond := 0.0, 0.0
 	if asked, all := context+waiting+m.answer, float64(rk.Capacity); rk.Capacity > 0 && asked > all {

@@ -16,7 +16,7 @@ const (
 	// leastSample is the shortest predicted prefill, in ms, that says something about a rank's speed: the
 	// first token of a shorter one waits mostly for the end of a step.
 	leastSample = 50
-	// maxSlowness bounds a rank's measured speed to both sides of the law's.
+	// maxSlowness bounds a rank's measured speed to both sides of the cost model's.
 	maxSlowness = 64
 )
 
@@ -24,10 +24,10 @@ const (
 // computed part of the first one.
 //
 // An engine computes prompts first come first served and reports only the end of each. In between the Router
-// reckons: the computed share of the first prompt follows from the step law, the time since its turn came and
-// the rank's measured speed. The prompts behind it count whole until the rank reports the first one's end,
-// except for the work that fits into the records' delay (Lag). So a wrong law is wrong by one prompt and that
-// delay, and never empties a queue.
+// reckons: the computed share of the first prompt follows from the cost model, the time since its turn came
+// and the rank's measured speed. The prompts behind it count whole until the rank reports the first one's
+// end, except for the work that fits into the records' delay (Lag). So a wrong cost model is wrong by one
+// prompt and that delay, and never empties a queue.
 type prefills struct {
 	slots       []queuedPrompt
 	first, last int32         // numbers of slots, from 1 on; 0 = none
@@ -120,25 +120,27 @@ func (p *prefills) clear(same bool) {
 // begun is the time at which the rank began to compute the first prompt.
 func (p *prefills) begun() time.Duration { return max(p.turn, p.at(p.first).since) }
 
-// predict is how long the preset of the law gives the first prompt, in ms, beside what the rank decodes.
-func (p *prefills) predict(rk *Rank, law *steptime.Coefficients) float64 {
+// predict is how long the preset of the cost model gives the first prompt, in ms, beside what the rank
+// decodes.
+func (p *prefills) predict(rk *Rank, model *steptime.Coefficients) float64 {
 	f := p.at(p.first)
 	n, context := rk.decodes()
-	return law.Prefill(int(f.tokens-f.hit), int(f.hit)) * law.Stretch(n, context, stepTokens)
+	return model.Prefill(int(f.tokens-f.hit), int(f.hit)) * model.Stretch(n, context, stepTokens)
 }
 
 // setFront computes front from the first prompt.
-func (p *prefills) setFront(rk *Rank, law *law) {
+func (p *prefills) setFront(rk *Rank, model *costModel) {
 	f := p.at(p.first)
 	p.front = f.front()
 	p.front.began = p.begun()
-	p.front.rate = 1 / (p.predict(rk, &law.base) * p.speed.slowness(law.prefill) * float64(time.Millisecond))
+	takes := p.predict(rk, &model.base) * p.speed.slowness(model.prefill)
+	p.front.rate = 1 / (takes * float64(time.Millisecond))
 }
 
 // reckon sets the row's Q, Pairs and Computed to their values at now. The queue must not be empty.
-func (p *prefills) reckon(rk *Rank, law *law, now time.Duration) {
+func (p *prefills) reckon(rk *Rank, model *costModel, now time.Duration) {
 	if p.front.rate == 0 {
-		p.setFront(rk, law)
+		p.setFront(rk, model)
 	}
 	f, tokens, pairs := &p.front, int64(0), int64(0)
 	rk.Computed = Prompts{}
@@ -148,7 +150,7 @@ func (p *prefills) reckon(rk *Rank, law *law, now time.Duration) {
 		rk.Computed = Prompts{N: 1, Tokens: int64(p.at(p.first).tokens)}
 		if rk.Lag > 0 && p.first != p.last {
 			left := min(now-f.began-time.Duration(1/f.rate), rk.Lag)
-			tokens, pairs = p.computedUnreported(rk, law, left, tokens, pairs)
+			tokens, pairs = p.computedUnreported(rk, model, left, tokens, pairs)
 		}
 	case share > 0: // neither negative nor no number
 		tokens, pairs = f.computed(share)
@@ -172,18 +174,18 @@ func (f *front) computed(share float64) (tokens, pairs int64) {
 const mostUntold = 16
 
 // computedUnreported adds the work behind the first prompt that the rank can have computed during left: the
-// first prompt has ended by the law, and the record of its end is still on its way.
-func (p *prefills) computedUnreported(rk *Rank, law *law, left time.Duration,
+// first prompt has ended by the cost model, and the record of its end is still on its way.
+func (p *prefills) computedUnreported(rk *Rank, model *costModel, left time.Duration,
 	tokens, pairs int64,
 ) (int64, int64) {
 	n, context := rk.decodes()
-	slowness := p.speed.slowness(law.prefill) * law.base.Stretch(n, context,
+	slowness := p.speed.slowness(model.prefill) * model.base.Stretch(n, context,
 		stepTokens) * float64(time.Millisecond)
 	slot := p.at(p.first).next
 	for n := 0; n < mostUntold && slot != 0 && left > 0; n++ {
 		q := p.at(slot)
 		f := q.front()
-		takes := time.Duration(law.base.Prefill(int(f.u), int(q.hit)) * slowness)
+		takes := time.Duration(model.base.Prefill(int(f.u), int(q.hit)) * slowness)
 		if takes > left {
 			t, x := f.computed(float64(left) / float64(takes))
 			return tokens + t, pairs + x
@@ -205,18 +207,18 @@ func (p *prefills) restore(rk *Rank) {
 
 // measure learns the rank's speed from the first token of the prompt in slot, if that is the first of the
 // queue: for others the time at which their turn came is unknown.
-func (p *prefills) measure(slot int32, rk *Rank, now time.Duration, law *law) {
+func (p *prefills) measure(slot int32, rk *Rank, now time.Duration, model *costModel) {
 	if slot == 0 || slot != p.first {
 		return
 	}
-	if predicted := p.predict(rk, &law.base); predicted >= leastSample {
+	if predicted := p.predict(rk, &model.base); predicted >= leastSample {
 		observed := float64(now-p.begun()) / float64(time.Millisecond)
-		law.addPromptSample(max(0, observed), predicted*p.speed.slowness(law.prefill), now)
+		model.addPromptSample(max(0, observed), predicted*p.speed.slowness(model.prefill), now)
 		p.speed.learn(observed, predicted, now)
 	}
 }
 
-// speed compares a rank's measured prefill times with the step law's, in ms. Both are sums in which older
+// speed compares a rank's measured prefill times with the cost model's, in ms. Both are sums in which older
 // prompts decay: prompts that end in one step are right in their sum only.
 type speed struct {
 	observed, predicted float64

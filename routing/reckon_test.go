@@ -13,11 +13,11 @@ import (
 	"github.com/dpserve/dpserve/internal/steptime"
 )
 
-// lawOf is how long the step law gives a prompt on a rank that decodes nothing, stretched by the rank's
+// modelOf is how long the cost model gives a prompt on a rank that decodes nothing, stretched by the rank's
 // slowness.
-func lawOf(tokens, hit int, slowness float64) time.Duration {
-	law := steptime.Reference()
-	return time.Duration(slowness * law.Prefill(tokens-hit, hit) * law.Stretch(0, 0,
+func modelOf(tokens, hit int, slowness float64) time.Duration {
+	model := steptime.Reference()
+	return time.Duration(slowness * model.Prefill(tokens-hit, hit) * model.Stretch(0, 0,
 		stepTokens) * float64(time.Millisecond))
 }
 
@@ -45,7 +45,7 @@ func (s *told) work(now time.Duration) (q, pairs int64) {
 	return v.Ranks[0].Load.Q, v.Ranks[0].Pairs
 }
 
-// While a prompt is being computed its work goes down as the step law says, to nothing and not below; those
+// While a prompt is being computed its work goes down as the cost model says, to nothing and not below; those
 // behind it wait until its end is told, however late that is.
 func TestWorkGoesDownWhileAPromptIsComputed(t *testing.T) {
 	const first, second, hit = 40_000, 9_000, 1_000
@@ -54,7 +54,7 @@ func TestWorkGoesDownWhileAPromptIsComputed(t *testing.T) {
 	s.tell(EvAdmitted, 1, first, 0)
 	s.now += 100 * time.Millisecond
 	s.tell(EvAdmitted, 2, second, hit)
-	takes := lawOf(first, 0, 1)
+	takes := modelOf(first, 0, 1)
 	for _, at := range []float64{0, 0.25, 0.5, 1, 3} {
 		q, pairs := s.work(time.Second + time.Duration(at*float64(takes)))
 		left := first * max(0, 1-at)
@@ -70,7 +70,7 @@ func TestWorkGoesDownWhileAPromptIsComputed(t *testing.T) {
 	s.tell(EvFirstToken, 1, 0, 0)
 	q, _ := s.work(s.now)
 	assert.Equal(t, int64(second-hit), q, "its turn comes now")
-	q, _ = s.work(s.now + lawOf(second, hit, 1)/2)
+	q, _ = s.work(s.now + modelOf(second, hit, 1)/2)
 	assert.InDelta(t, (second-hit)/2, float64(q), 50, "beside one decode")
 	assert.Equal(t, Load{F: 1, R: 1, Q: second - hit, K: first, Kq: second}, loadOf(s.r, s.rank))
 }
@@ -95,14 +95,14 @@ func TestTheFirstPromptIsPrefilling(t *testing.T) {
 	assert.Equal(t, Load{}, loadOf(s.r, s.rank))
 }
 
-// A rank's prompts go down at the speed that the rank has shown: five times slower, or by a law that is 30 %
-// wrong.
+// A rank's prompts go down at the speed that the rank has shown: five times slower, or by a cost model that
+// is 30 % wrong.
 func TestWorkGoesDownAtTheRanksOwnSpeed(t *testing.T) {
 	const tokens = 4096
 	for _, slowness := range []float64{0.1, 0.7, 1, 1.3, 5} {
 		t.Run(fmt.Sprint(slowness), func(t *testing.T) {
 			s := newTold(LPWL{})
-			takes := lawOf(tokens, 0, slowness)
+			takes := modelOf(tokens, 0, slowness)
 			for key := uint64(1); key <= 60; key++ {
 				s.tell(EvAdmitted, key, tokens, 0)
 				s.now += takes
@@ -130,7 +130,7 @@ func TestSpeedOfPromptsThatShareAStep(t *testing.T) {
 		for k := range uint64(4) {
 			s.tell(EvAdmitted, key+k, 2048, 0)
 		}
-		s.now += lawOf(2048, 0, 4*2)
+		s.now += modelOf(2048, 0, 4*2)
 		for k := range uint64(4) {
 			s.tell(EvFirstToken, key+k, 0, 0)
 			s.tell(EvFinished, key+k, 0, 0)
@@ -146,7 +146,7 @@ func TestTheTurnPassesOnWhenARequestIsGivenUp(t *testing.T) {
 	for key := range uint64(3) {
 		s.tell(EvAdmitted, key+1, 10_000, 0)
 	}
-	takes := lawOf(10_000, 0, 1)
+	takes := modelOf(10_000, 0, 1)
 	s.now = takes / 2
 	s.tell(EvFinished, 2, 0, 0)
 	q, _ := s.work(s.now)
@@ -334,7 +334,7 @@ func TestAnAssumedFirstTokenMeasuresNothing(t *testing.T) {
 	s := newTold(LPWL{})
 	for key := uint64(1); key <= 60; key++ {
 		s.tell(EvAdmitted, key, 4096, 0)
-		s.now += lawOf(4096, 0, 5)
+		s.now += modelOf(4096, 0, 5)
 		s.seq++
 		s.r.Observe(&Event{
 			Kind: EvFirstToken, Rank: s.rank, ReqID: key, Assumed: true, Incarnation: 7,

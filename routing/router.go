@@ -38,7 +38,7 @@ type Router struct {
 	admitted Event // an EvAdmitted as the policy sees it: likewise
 	derived  Event // EvOpened, EvClosed: likewise
 	log      *opensLog
-	law      law
+	model    costModel
 	service  service
 	dropped  uint64 // events: of an older incarnation or epoch, or of a rank that is not there
 	spoiled  uint64 // candidates that were left out because a term of their score was not a finite number
@@ -46,7 +46,7 @@ type Router struct {
 
 // NewRouter is an empty view under policy p. The same seed and the same calls give the same decisions.
 func NewRouter(p Policy, seed uint64) *Router {
-	r := &Router{policy: p, reckons: readsWork(p), law: newLaw(p), epochs: make(map[RankID]uint64)}
+	r := &Router{policy: p, reckons: readsWork(p), model: newCostModel(p), epochs: make(map[RankID]uint64)}
 	_, r.compare = p.(Mex)
 	r.source.Seed(seed, fibonacci)
 	r.rand = rand.New(&r.source)
@@ -105,10 +105,10 @@ func (r *Router) reckon(now time.Duration) {
 	for i := range r.accounts {
 		p := &r.accounts[i].queue
 		if p.first != 0 {
-			p.reckon(&r.view.Ranks[i], &r.law, now)
+			p.reckon(&r.view.Ranks[i], &r.model, now)
 		}
 		if r.compare && p.speed.predicted > 0 {
-			r.view.Ranks[i].Slow = r.law.slow(&p.speed, now)
+			r.view.Ranks[i].Slow = r.model.slow(&p.speed, now)
 		}
 	}
 }
@@ -168,7 +168,7 @@ func (r *Router) observe(e *Event) (wake bool) {
 		r.dropped++
 		return false
 	}
-	r.updateLaw()
+	r.updateCostModel()
 	if r.state != nil {
 		r.policy.Observe(r.state, &r.view, seen)
 		r.derive(e.Request)
@@ -362,8 +362,8 @@ func (r *Router) derive(q *Request) {
 	r.log.list = r.log.list[:0]
 }
 
-// LawInfo is what an application's Router knows of its engines' steps.
-type LawInfo struct {
+// CostModelInfo is what an application's Router knows of its engines' steps.
+type CostModelInfo struct {
 	Preset          string        // dense or moe
 	Prefill, Decode float64       // measured factor on the preset's milliseconds; 1 = as the preset says
 	PrefillSamples  uint64        // prompts whose first token was timed
@@ -372,29 +372,29 @@ type LawInfo struct {
 	Error           float64       // mean |observed/predicted - 1| of the last first tokens that were timed
 }
 
-// Law says what the Router knows of its engines' steps; ok is false if the policy predicts nothing.
-func (r *Router) Law() (info LawInfo, ok bool) {
+// CostModel says what the Router knows of its engines' steps; ok is false if the policy predicts nothing.
+func (r *Router) CostModel() (info CostModelInfo, ok bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	l := &r.law
-	return LawInfo{
+	l := &r.model
+	return CostModelInfo{
 		Preset: l.preset, Prefill: l.prefill, Decode: l.decode, PrefillSamples: l.prompts,
 		DecodeSamples: l.spans, Age: r.view.Now - l.last, Error: l.missed,
 	}, r.reckons
 }
 
-// updateLaw recomputes the law from the ranks' samples. Events call it, decisions never do: an explained
-// decision must not change the next one.
-func (r *Router) updateLaw() {
-	l, now := &r.law, r.view.Now
-	if !l.stale || l.taken != 0 && now-l.taken < lawPeriod {
+// updateCostModel recomputes the cost model from the ranks' samples. Events call it, decisions never do: an
+// explained decision must not change the next one.
+func (r *Router) updateCostModel() {
+	l, now := &r.model, r.view.Now
+	if !l.stale || l.taken != 0 && now-l.taken < modelPeriod {
 		return
 	}
 	l.stale, l.taken = false, max(now, 1)
 	l.prefill = l.median(r.accounts, func(a *account) *speed { return &a.queue.speed })
 	l.decode = l.median(r.accounts, func(a *account) *speed { return &a.pace.decode })
 	b := &l.base
-	r.view.Law = steptime.Coefficients{
+	r.view.Model = steptime.Coefficients{
 		TokenMS: b.TokenMS * l.prefill, PairMS: b.PairMS * l.prefill,
 		WeightMS: b.WeightMS * l.decode, FixedMS: b.FixedMS * l.decode, DecodeMS: b.DecodeMS * l.decode,
 		ContextMS: b.ContextMS * l.decode,

@@ -158,7 +158,7 @@ type View struct {
 	PrefixCachingOff bool // the engines cache no prefixes: every hit counts as 0
 
 	// of one rank's steps, as measured; the zero value: nothing is measured, a policy has its own
-	Law steptime.Coefficients
+	Model steptime.Coefficients
 }
 
 // Hit is the part of a request's prompt that one rank holds.

@@ -80,7 +80,7 @@ func (p *prefills) stop() {
 	p.byDue, p.timerAt = p.byDue[:0], time.Time{}
 }
 
-// predict predicts when the prefill of a ticket ends that was just admitted. The step law gives
+// predict predicts when the prefill of a ticket ends that was just admitted. The cost model gives
 // several prompts too much time both as one long prompt (their tokens do not attend to each other) and one
 // after the other (they share steps). The shorter of both is nearer.
 func (p *prefills) predict(id uint64, t *ticket, whole bool) {

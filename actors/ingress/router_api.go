@@ -60,7 +60,7 @@ func routerInfo(ar *appRouter, router *routing.Router) client.Info {
 			out.LeftOut++
 		}
 	}
-	out.Law, out.Groups = routerapi.Law(router, &view, in.clock()), in.GroupQueues(ar.name)
+	out.CostModel, out.Groups = routerapi.CostModel(router, &view, in.clock()), in.GroupQueues(ar.name)
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	out.Away = ar.awayRanks()

@@ -269,54 +269,56 @@ group 2 queue    at node n2; 4 wait from here
 func TestRouterShowDescribesTheTimeModel(t *testing.T) {
 	fast := client.WorkerSpeed{Worker: "0/0", Slow: 1, LagMs: 12}
 	for name, c := range map[string]struct {
-		law  *client.Law
-		want []string
+		model *client.CostModel
+		want  []string
 	}{
 		"the policy predicts nothing": {nil, nil},
 		"before the first sample": {
-			&client.Law{Preset: "dense", Prefill: 1, Decode: 1}, []string{"dense, nothing measured yet"},
+			&client.CostModel{Preset: "dense", Prefill: 1, Decode: 1},
+			[]string{"dense preset, nothing measured yet"},
 		},
 		"both halves": {
-			&client.Law{
+			&client.CostModel{
 				Preset: "dense", Prefill: 1.841, Decode: 1.02, PrefillSamples: 312, DecodeSamples: 9,
 				AgeS: 4.2, Error: 0.0912, Ranks: []client.WorkerSpeed{fast},
 			},
-			[]string{"dense; prefill 1.84 x, decode 1.02 x the preset; 312 prompts, the last " +
-				"sample 4s ago, " +
-				"off by 9 %"},
+			[]string{"dense preset; measured prefill 1.84 x, decode 1.02 x on 312 prompts, error 9 %, " +
+				"last sample 4s ago"},
 		},
 		"prompts alone": {
-			&client.Law{Preset: "moe", Prefill: 0.5, Decode: 1, PrefillSamples: 1, AgeS: 120, Error: 1.5},
-			[]string{"moe; prefill 0.50 x the preset; 1 prompt, the last sample 2m ago, off by 150 %"},
+			&client.CostModel{
+				Preset: "moe", Prefill: 0.5, Decode: 1, PrefillSamples: 1, AgeS: 120, Error: 1.5,
+			},
+			[]string{"moe preset; measured prefill 0.50 x on 1 prompt, error 150 %, last sample 2m ago"},
 		},
 		"decodes alone": {
-			&client.Law{Preset: "moe", Prefill: 1, Decode: 0.9, DecodeSamples: 7},
-			[]string{"moe; decode 0.90 x the preset; no prompt yet, the last sample 0s ago"},
+			&client.CostModel{Preset: "moe", Prefill: 1, Decode: 0.9, DecodeSamples: 7},
+			[]string{"moe preset; measured decode 0.90 x, last sample 0s ago"},
 		},
 		"a slow rank": {
-			&client.Law{
+			&client.CostModel{
 				Preset: "dense", Prefill: 1, Decode: 1, PrefillSamples: 2,
 				Ranks: []client.WorkerSpeed{fast, {Worker: "0/3", Slow: 4.96}},
 			},
 			[]string{
-				"dense; prefill 1.00 x the preset; 2 prompts, the last sample 0s ago, off by 0 %",
+				"dense preset; measured prefill 1.00 x on 2 prompts, error 0 %, last sample 0s ago",
 				"0/3 5.0 x",
 			},
 		},
 		"many slow ranks": {
-			&client.Law{
+			&client.CostModel{
 				Preset: "dense", Ranks: slices.Repeat([]client.WorkerSpeed{{Worker: "0/3", Slow: 2}}, 9),
 			},
-			[]string{"dense, nothing measured yet", strings.Repeat("0/3 2.0 x, ", 8) + "…"},
+			[]string{"dense preset, nothing measured yet", strings.Repeat("0/3 2.0 x, ", 8) + "…"},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			cli := newCLI(t)
-			cli.cluster.router.info = client.Info{App: "demo", Policy: "mex", Law: c.law}
+			cli.cluster.router.info = client.Info{App: "demo", Policy: "mex", CostModel: c.model}
 			require.Equal(t, 0, cli.run([]string{"router", "show", "demo"}))
 			var got []string
 			for line := range strings.Lines(cli.stdout()) {
-				if rest, ok := strings.CutPrefix(line, "law "); ok {
+				if rest, ok := strings.CutPrefix(line, "cost model "); ok {
 					got = append(got, strings.TrimSpace(rest))
 				} else if rest, ok := strings.CutPrefix(line, "slow ranks "); ok {
 					got = append(got, strings.TrimSpace(rest))
@@ -327,7 +329,7 @@ func TestRouterShowDescribesTheTimeModel(t *testing.T) {
 	}
 	cli := newCLI(t)
 	cli.cluster.router.info = client.Info{
-		App: "demo", Law: &client.Law{Preset: "dense", Prefill: 1, Decode: 1},
+		App: "demo", CostModel: &client.CostModel{Preset: "dense", Prefill: 1, Decode: 1},
 	}
 	require.Equal(t, 0, cli.run([]string{"router", "show", "demo", "-o", "json"}))
 	assert.Contains(t, cli.stdout(), `"prefill_samples": 0`)

@@ -96,9 +96,9 @@ func routerTable(r *client.Info) *table {
 	for i := range r.Groups {
 		addGroupRows(row, &r.Groups[i])
 	}
-	if r.Law != nil {
-		row("law", describeLaw(r.Law))
-		if slow := listSlowRanks(r.Law); slow != "" {
+	if r.CostModel != nil {
+		row("cost model", describeCostModel(r.CostModel))
+		if slow := listSlowRanks(r.CostModel); slow != "" {
 			row("slow ranks", slow)
 		}
 	}
@@ -131,25 +131,25 @@ func addGroupRows(row func(name, value string), q *client.GroupQueue) {
 	row(name+"pace", fmt.Sprintf("%s, decode balance %.2f, %.1f requests/s", pace, q.DecodeBalance, q.Rate))
 }
 
-// describeLaw says which step times the Router expects, and how well they match the measured ones.
-func describeLaw(l *client.Law) string {
+// describeCostModel says which step times the Router expects, and how well they match the measured ones.
+func describeCostModel(m *client.CostModel) string {
 	var factors []string
-	if l.PrefillSamples > 0 {
-		factors = append(factors, fmt.Sprintf("prefill %.2f x", l.Prefill))
+	if m.PrefillSamples > 0 {
+		factors = append(factors, fmt.Sprintf("prefill %.2f x", m.Prefill))
 	}
-	if l.DecodeSamples > 0 {
-		factors = append(factors, fmt.Sprintf("decode %.2f x", l.Decode))
+	if m.DecodeSamples > 0 {
+		factors = append(factors, fmt.Sprintf("decode %.2f x", m.Decode))
 	}
 	if len(factors) == 0 {
-		return l.Preset + ", nothing measured yet"
+		return m.Preset + " preset, nothing measured yet"
 	}
-	s := l.Preset + "; " + strings.Join(factors, ", ") + " the preset; "
-	last := formatAge(time.Duration(l.AgeS * float64(time.Second)))
-	if l.PrefillSamples == 0 {
-		return s + "no prompt yet, the last sample " + last + " ago"
+	s := m.Preset + " preset; measured " + strings.Join(factors, ", ")
+	last := formatAge(time.Duration(m.AgeS * float64(time.Second)))
+	if m.PrefillSamples == 0 {
+		return s + ", last sample " + last + " ago"
 	}
-	prompts := formatCount(int(l.PrefillSamples), "prompt") //nolint:gosec // a count of prompts fits an int
-	return s + fmt.Sprintf("%s, the last sample %s ago, off by %.0f %%", prompts, last, 100*l.Error)
+	prompts := formatCount(int(m.PrefillSamples), "prompt") //nolint:gosec // a count of prompts fits an int
+	return s + fmt.Sprintf(" on %s, error %.0f %%, last sample %s ago", prompts, 100*m.Error, last)
 }
 
 const (
@@ -158,7 +158,7 @@ const (
 )
 
 // listSlowRanks names the ranks that are much slower than the median, "" if there are none.
-func listSlowRanks(l *client.Law) string {
+func listSlowRanks(l *client.CostModel) string {
 	var slow []string
 	for _, r := range l.Ranks {
 		if r.Slow < slowFactor {

@@ -52,7 +52,7 @@ func (r *fakeRouters) Reset(_ context.Context, app string) (client.ResetResult, 
 func (r *fakeRouters) Router(_ context.Context, app string) (client.Info, error) {
 	info := client.Info{App: app, Policy: "kv"}
 	if app == "timed" {
-		info.Law = &client.Law{
+		info.CostModel = &client.CostModel{
 			Preset: "dense", Prefill: 1.5, Decode: 1, PrefillSamples: 2, AgeS: 0.5, Error: 0.25,
 			Ranks: []client.WorkerSpeed{{Worker: "0/1", Slow: 2}},
 		}
@@ -153,7 +153,7 @@ func TestRouterAnswers(t *testing.T) {
 	}
 	assert.Equal(t, []any{"mark r", "free r"}, r.asked[len(r.asked)-2:])
 	assert.Contains(t, ask(t, h, "GET", "/api/v1/routers/timed", "").Body.String(),
-		`"law":{"preset":"dense","prefill":1.5,"decode":1,"prefill_samples":2,"decode_samples":0,`+
+		`"cost_model":{"preset":"dense","prefill":1.5,"decode":1,"prefill_samples":2,"decode_samples":0,`+
 			`"age_s":0.5,"error":0.25,"ranks":[{"worker":"0/1","slow":2}]}`)
 }
 

@@ -224,15 +224,15 @@ func addMissingRanks(all []routing.RankID, rows []client.RankExplanation) []clie
 	return rows
 }
 
-// Law is the time model of a Router's engines, nil if its policy predicts nothing. view is a snapshot of
-// the Router, and now the ingress's clock: a Router learns the time from events, and an idle application has
-// none.
-func Law(router *routing.Router, view *routing.View, now time.Duration) *client.Law {
-	info, ok := router.Law()
+// CostModel is the cost model of a Router's engines, nil if its policy predicts nothing. view is a snapshot
+// of the Router, and now the ingress's clock: a Router learns the time from events, and an idle application
+// has none.
+func CostModel(router *routing.Router, view *routing.View, now time.Duration) *client.CostModel {
+	info, ok := router.CostModel()
 	if !ok {
 		return nil
 	}
-	out := &client.Law{
+	out := &client.CostModel{
 		Preset: info.Preset, Prefill: info.Prefill, Decode: info.Decode, PrefillSamples: info.PrefillSamples,
 		DecodeSamples: info.DecodeSamples,
 	}

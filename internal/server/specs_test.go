@@ -116,7 +116,7 @@ func TestValidateReportsFaultsOfThePolicy(t *testing.T) {
 		}
 	}
 	for _, routing := range []string{
-		"{policy: mex}", "{policy: mex, params: {goal: latency, ttft_s: 0.5, tpot_s: 0.02, law: moe}}",
+		"{policy: mex}", "{policy: mex, params: {goal: latency, ttft_s: 0.5, tpot_s: 0.02, cost_model: moe}}",
 		"{policy: mex, params: {ttft_s: 10, tpot_s: 1}}",
 		"{policy: round-robin, params: {profile: balanced}}",
 		"{policy: scoring, params: {profile: locality}}", "{policy: kv, preset: tuned}",
@@ -155,11 +155,11 @@ func TestInvalidParametersOfMexAreFaults(t *testing.T) {
 		"goal: goodputs": {
 			"params.goal: found goodputs, wanted goodput or latency", `did you mean "goodput"?`,
 		},
-		"goal: 1":       {"params.goal: found 1"},
-		"law: sparse":   {"params.law: found sparse, wanted dense or moe"},
-		"ttft_ms: 2000": {"params.ttft_ms: unknown parameter", `did you mean "ttft_s"?`},
+		"goal: 1":            {"params.goal: found 1"},
+		"cost_model: sparse": {"params.cost_model: found sparse, wanted dense or moe"},
+		"ttft_ms: 2000":      {"params.ttft_ms: unknown parameter", `did you mean "ttft_s"?`},
 		"mode: goodput": {
-			"params.mode: unknown parameter", "parameters: goal, ttft_s, tpot_s, law",
+			"params.mode: unknown parameter", "parameters: goal, ttft_s, tpot_s, cost_model",
 		},
 		"ttft_s: 0, tpot_s: x, goal: y": {
 			"params.ttft_s: found 0", "params.tpot_s: found x", "params.goal: found y",

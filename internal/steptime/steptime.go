@@ -1,10 +1,10 @@
 // Package steptime predicts how long one engine step takes. It is pure arithmetic: the simulated engine, the
-// simulator and the routing policies all read the same law, so none of them can be right in its own way.
+// simulator and the routing policies all read the same model, so none of them can be right in its own way.
 package steptime
 
 import "math"
 
-// Coefficients of a rank's step law, all in milliseconds:
+// Coefficients of a rank's cost model, all in milliseconds:
 //
 //	t = max(WeightMS, TokenMS*tokens) + FixedMS + DecodeMS*decodes + ContextMS*kv + PairMS*pairs
 //	    + PromptMS + PromptTokenMS*prompt, if the step has prompt tokens
@@ -89,7 +89,7 @@ func Pairs(chunk, context int) float64 {
 	return c*c/2 + c*float64(context)
 }
 
-// Shared is the law of what all ranks of a lockstep group do together in a step, in milliseconds: the
+// Shared is the cost model of what all ranks of a lockstep group do together in a step, in milliseconds: the
 // all-to-all, which takes as long as the rank with the most tokens, and the experts, which compute the tokens
 // of all ranks:
 //

@@ -24,7 +24,7 @@ type Result struct {
 	Tokens   int             // of all answers
 	Span     time.Duration   // until the last token
 	Requests []int           // by rank
-	Work     []float64       // by rank: ms of prefill, by the step law
+	Work     []float64       // by rank: ms of prefill, by the cost model
 	Chosen   []Choice        // in the order of arrival
 }
 

@@ -8,9 +8,10 @@ import (
 )
 
 const (
-	// lawPeriod is how often the law of an application is taken anew from what its ranks have shown, at most.
-	lawPeriod = time.Second
-	// errorMemory is how many first tokens the law's error is the mean of, about.
+	// modelPeriod is how often the cost model of an application is taken anew from what its ranks have shown,
+	// at most.
+	modelPeriod = time.Second
+	// errorMemory is how many first tokens the cost model's error is the mean of, about.
 	errorMemory = 64
 	// leastSpan is the shortest time between two reports of a request's tokens that says something about
 	// decoding, in ms.
@@ -22,9 +23,9 @@ const (
 	slowMemory = 30 * time.Second
 )
 
-// law is the step law of an application's engines: a preset, and two measured factors on its times. Both
-// factors are medians over the ranks with samples, so one slow rank does not change them.
-type law struct {
+// cost model is the cost model of an application's engines: a preset, and two measured factors on its times.
+// Both factors are medians over the ranks with samples, so one slow rank does not change them.
+type costModel struct {
 	preset          string
 	base            steptime.Coefficients
 	prefill, decode float64 // 1 until measured
@@ -36,35 +37,35 @@ type law struct {
 	scratch         []float64
 }
 
-// The presets of the law.
+// The presets of the cost model.
 const (
-	lawDense = "dense"
-	lawMoE   = "moe"
+	costDense = "dense"
+	costMoE   = "moe"
 )
 
-func newLaw(p Policy) law {
-	l := law{preset: lawDense, base: steptime.Reference(), prefill: 1, decode: 1}
+func newCostModel(p Policy) costModel {
+	l := costModel{preset: costDense, base: steptime.Reference(), prefill: 1, decode: 1}
 	if mex, ok := p.(Mex); ok {
-		l.base, l.preset = mex.law(), mex.preset()
+		l.base, l.preset = mex.model(), mex.preset()
 	}
 	return l
 }
 
-// addPromptSample records a first token that took observed ms where the law predicted predicted ms.
-func (l *law) addPromptSample(observed, predicted float64, now time.Duration) {
+// addPromptSample records a first token that took observed ms where the cost model predicted predicted ms.
+func (l *costModel) addPromptSample(observed, predicted float64, now time.Duration) {
 	l.prompts++
 	l.stale, l.last = true, now
 	off := min(max(observed/predicted-1, 1-observed/predicted), mostSlow) // |observed/predicted - 1|
 	l.missed += (off - l.missed) / float64(min(l.prompts, errorMemory))
 }
 
-func (l *law) addDecodeSample(now time.Duration) {
+func (l *costModel) addDecodeSample(now time.Duration) {
 	l.spans++
 	l.stale, l.last = true, now
 }
 
 // median is the median slowness of the ranks with samples; 1 without any. Of two it takes the faster one.
-func (l *law) median(accounts []account, of func(*account) *speed) float64 {
+func (l *costModel) median(accounts []account, of func(*account) *speed) float64 {
 	l.scratch = l.scratch[:0]
 	for i := range accounts {
 		if s := of(&accounts[i]); s.predicted > 0 {
@@ -80,7 +81,7 @@ func (l *law) median(accounts []account, of func(*account) *speed) float64 {
 
 // slow is a rank's slowness relative to the median of all ranks. It decays towards 1 while the rank has no
 // new sample.
-func (l *law) slow(s *speed, now time.Duration) float64 {
+func (l *costModel) slow(s *speed, now time.Duration) float64 {
 	age := float64(max(0, now-s.last)) / float64(slowMemory)
 	return min(max(1+(s.slowness(l.prefill)/l.prefill-1)/(1+age*age), leastSlow), mostSlow)
 }
@@ -173,15 +174,15 @@ func newTraffic(v *View) *traffic {
 	return &traffic{began: v.Now, answer: firstAnswer, answers: firstAnswers}
 }
 
-// observe counts an event; law gives the prefill time of its prompt.
-func (t *traffic) observe(v *View, e *Event, law *steptime.Coefficients) {
+// observe counts an event; cost model gives the prefill time of its prompt.
+func (t *traffic) observe(v *View, e *Event, model *steptime.Coefficients) {
 	switch {
 	case e.Kind == EvDispatched:
 		t.own++
-		t.addPrefill(e, law)
+		t.addPrefill(e, model)
 	case e.Kind == EvAdmitted && e.Elsewhere:
 		t.others++
-		t.addPrefill(e, law)
+		t.addPrefill(e, model)
 	case e.Kind == EvFinished && e.Out > 0:
 		t.answers = min(t.answers+1, lastAnswers)
 		t.answer += (float64(e.Out) - t.answer) / t.answers
@@ -190,9 +191,9 @@ func (t *traffic) observe(v *View, e *Event, law *steptime.Coefficients) {
 }
 
 // addPrefill counts the work of a prompt.
-func (t *traffic) addPrefill(e *Event, law *steptime.Coefficients) {
+func (t *traffic) addPrefill(e *Event, model *steptime.Coefficients) {
 	tokens, hit := int(clampTokens(e.Tokens)), int(clampHit(e.Hit, e.Tokens))
-	t.work += law.Prefill(tokens-hit, hit)
+	t.work += model.Prefill(tokens-hit, hit)
 }
 
 // turn begins the next period when the current one has ended.

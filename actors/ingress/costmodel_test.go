@@ -49,33 +49,34 @@ func TestRouterInfoTellsOfTheLaw(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newKVRig(t, 2, 1, app.Routing{
 			Policy: "mex", Preset: "documented",
-			Params: map[string]any{"law": "dense"}, Identity: app.IdentityText,
+			Params: map[string]any{"cost_model": "dense"}, Identity: app.IdentityText,
 		})
 		r := b.feed.replicas[0]
-		law := func() *client.Law {
+		model := func() *client.CostModel {
 			info, err := b.in.RouterInfo("demo")
 			require.NoError(t, err)
-			require.NotNil(t, info.Law)
-			return info.Law
+			require.NotNil(t, info.CostModel)
+			return info.CostModel
 		}
 		time.Sleep(time.Minute)
-		assert.Equal(t, &client.Law{Preset: "dense", Prefill: 1, Decode: 1}, law(), "nothing is measured")
+		assert.Equal(t, &client.CostModel{Preset: "dense", Prefill: 1, Decode: 1}, model(),
+			"nothing is measured")
 		const tokens = 100_000 // 12.5 s by the law
 		r.emit(&msg.Record{Kind: msg.RecAdmitted, Ingress: "other", ReqID: 1, Tokens: tokens})
 		time.Sleep(6250 * time.Millisecond)
 		r.emit(&msg.Record{Kind: msg.RecFirstToken, Ingress: "other", ReqID: 1, Tokens: tokens})
 		time.Sleep(4 * time.Second)
-		l := law()
-		assert.Equal(t, uint64(1), l.PrefillSamples)
-		assert.InDelta(t, 0.5, l.Prefill, 0.01)
-		assert.InDelta(t, 0.5, l.Error, 0.01)
-		assert.InDelta(t, 4, l.AgeS, 1e-9)
-		require.Len(t, l.Ranks, 1, "the other rank has shown nothing")
-		assert.Equal(t, "0/0", l.Ranks[0].Worker)
-		assert.InDelta(t, 1, l.Ranks[0].Slow, 1e-9, "it is the only one that is measured")
+		m := model()
+		assert.Equal(t, uint64(1), m.PrefillSamples)
+		assert.InDelta(t, 0.5, m.Prefill, 0.01)
+		assert.InDelta(t, 0.5, m.Error, 0.01)
+		assert.InDelta(t, 4, m.AgeS, 1e-9)
+		require.Len(t, m.Ranks, 1, "the other rank has shown nothing")
+		assert.Equal(t, "0/0", m.Ranks[0].Worker)
+		assert.InDelta(t, 1, m.Ranks[0].Slow, 1e-9, "it is the only one that is measured")
 	})
 	g := newRig(t, options{engines: engines(1, replies(200, wholeAnswer))})
 	info, err := g.in.RouterInfo("demo")
 	require.NoError(t, err)
-	assert.Nil(t, info.Law, "round-robin predicts nothing")
+	assert.Nil(t, info.CostModel, "round-robin predicts nothing")
 }
