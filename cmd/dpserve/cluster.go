@@ -342,8 +342,8 @@ func newLeave(e *env) *cobra.Command {
 		Use:   "leave [flags]",
 		Short: "take the node that answers out of its cluster",
 		Long: `leave drains the node that --addr or DPSERVE_ADDR names, waits until it is empty and removes it
-from the cluster. Its process then ends with exit code 0, and its data folder is of no more use: to come back,
-join with an empty one. A node without which the voters that remain would have no living majority is refused
+from the cluster. Its process then ends with exit code 0. Delete its data folder: to come back, join with an
+empty one. A node without which the voters that remain would have no living majority is refused
 before anything changes: remove or bring back the lost ones first.`,
 		Example: `  dpserve leave --addr 127.0.0.3`,
 		Args:    requireArgs(0),

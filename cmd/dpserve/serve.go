@@ -71,7 +71,8 @@ except for those that dpserve reads itself:
 Flags for parts of an engine that dpserve replaces (--kv-events-config, --load-balance-method,
 --data-parallel-address, ...) are left out with a message. Flags that an engine of dpserve cannot have
 (--headless, --node-rank, --disaggregation-mode, ...) are refused with what to write instead. A flag of a new
-version, which dpserve does not know, stands behind --. A flag that both have is dpserve's before --.`,
+version, which dpserve does not know, goes after --. If dpserve and the engine share a
+flag, before -- it is dpserve's.`,
 		Example: `  dpserve serve Qwen/Qwen3-8B --dp-size 4
   dpserve serve Qwen/Qwen3-8B --dp-size 4 --engine sim           # without GPUs
   dpserve serve Qwen/Qwen3-30B-A3B --dp-size 8 --lockstep --enable-expert-parallel
