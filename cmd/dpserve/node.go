@@ -100,23 +100,12 @@ func (f *nodeFlags) adaptBinds(cmd *cobra.Command) {
 	}
 }
 
-// oldDataDir is the default data dir of earlier versions, in the working folder.
-const oldDataDir = "dpserve-data"
-
 // chooseDataDir sets the data dir of a command line without --data-dir.
-func (f *nodeFlags) chooseDataDir(cmd *cobra.Command, e *env) error {
-	if cmd.Flags().Changed("data-dir") {
-		return nil
+func (f *nodeFlags) chooseDataDir(cmd *cobra.Command, e *env) (err error) {
+	if !cmd.Flags().Changed("data-dir") {
+		f.config.DataDir, err = defaultDataDir(e.getenv)
 	}
-	var err error
-	if f.config.DataDir, err = defaultDataDir(e.getenv); err != nil {
-		return err
-	}
-	if info, err := os.Stat(oldDataDir); err == nil && info.IsDir() {
-		printMessage(e.io.Err, "warning: the folder %s lies here and is not used, the data dir is %s; to "+
-			"go on with it give --data-dir %s", oldDataDir, f.config.DataDir, oldDataDir)
-	}
-	return nil
+	return err
 }
 
 // defaultDataDir returns the folder dpserve below the user's folder for state. The specification of the XDG

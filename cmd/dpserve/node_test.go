@@ -2,7 +2,6 @@ package main
 
 import (
 	"errors"
-	"os"
 	"path/filepath"
 	"testing"
 	"testing/fstest"
@@ -44,14 +43,6 @@ func TestDataDirOfStart(t *testing.T) {
 	}
 	c := start()
 	assert.Equal(t, filepath.Join(c.getenv("HOME"), ".local/state/dpserve"), c.node.config.DataDir)
-	assert.NotContains(t, c.stderr(), "warning")
-
-	require.NoError(t, os.Mkdir("dpserve-data", 0o700))
-	c = start()
-	assert.Contains(t, c.stderr(), "dpserve: warning: the folder dpserve-data lies here and is not used, "+
-		"the data dir is "+c.node.config.DataDir+"; to go on with it give --data-dir dpserve-data\n")
-	assert.NotContains(t, start("--data-dir", "dpserve-data").stderr(), "warning")
-
 	c = newCLI(t)
 	c.getenv = func(string) string { return "" }
 	for _, args := range [][]string{{"start"}, {"join", "127.0.0.1", "--token", "dpj1.x"}, {"doctor"}} {

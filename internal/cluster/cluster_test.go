@@ -245,7 +245,7 @@ func TestRefusedDataDirs(t *testing.T) {
 		},
 		"empty names": {
 			content: `{"format":1}`,
-			message: "cluster.json in " + mine + " lacks format, cluster or node",
+			message: "cluster.json in " + mine + " lacks format, node or UID",
 			tip:     "restore the data dir from a backup, or choose an empty --data-dir",
 		},
 	} {

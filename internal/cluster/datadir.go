@@ -115,34 +115,25 @@ func readIdentity(cfg Config) (identity, error) {
 			err).
 			WithHint("restore the data dir from a backup, or choose an empty --data-dir")
 	}
-	return id.withLegacyUID(), id.checkConfig(cfg)
+	return id, id.checkConfig(cfg)
 }
 
-// withLegacyUID fills in the UID that the file of an older version lacks.
-func (id identity) withLegacyUID() identity {
-	if id.UID == "" {
-		id.UID = id.Node
-	}
-	return id
-}
-
-// checkConfig compares the data dir's identity with the config. Only a node with a UID may be without a
-// cluster.
+// checkConfig compares the data dir's identity with the config. A node without a cluster has not joined yet.
 func (id identity) checkConfig(cfg Config) error {
 	switch {
 	case id.Format > formatVersion:
 		return problem.New(problem.Conflict, "data dir %s has format %d, this dpserve knows up to %d",
 			cfg.DataDir, id.Format, formatVersion).
 			WithHint("use the newer dpserve that wrote it, or choose an empty --data-dir")
-	case id.Format < 1 || id.Node == "" || id.Cluster == "" && id.UID == "":
-		return problem.New(problem.Conflict, "%s in %s lacks format, cluster or node", identityFile,
+	case id.Format < 1 || id.Node == "" || id.UID == "":
+		return problem.New(problem.Conflict, "%s in %s lacks format, node or UID", identityFile,
 			cfg.DataDir).
 			WithHint("restore the data dir from a backup, or choose an empty --data-dir")
 	case cfg.ClusterID != "" && id.Cluster != "" && cfg.ClusterID != id.Cluster:
 		return problem.New(problem.Conflict, "data dir %s belongs to cluster %s, not %s", cfg.DataDir,
 			id.Cluster, cfg.ClusterID).
 			WithHint("choose another --data-dir, or an empty one to start anew")
-	case cfg.NodeID != "" && cfg.NodeID != id.Node, cfg.UID != "" && cfg.UID != id.withLegacyUID().UID:
+	case cfg.NodeID != "" && cfg.NodeID != id.Node, cfg.UID != "" && cfg.UID != id.UID:
 		return problem.New(problem.Conflict, "data dir %s belongs to node %s, not %s", cfg.DataDir, id.Node,
 			cfg.NodeID).
 			WithHint("leave --node-id out, or choose another --data-dir")

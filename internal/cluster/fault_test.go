@@ -262,7 +262,7 @@ func TestCrashDuringTheFirstStart(t *testing.T) {
 	raftDir := filepath.Join(dir, "raft")
 	require.NoError(t, os.MkdirAll(raftDir, 0o700))
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "cluster.json"),
-		[]byte(`{"format":1,"cluster":"alpha","node":"node-1"}`), 0o600))
+		[]byte(`{"format":1,"cluster":"alpha","node":"node-1","uid":"u"}`), 0o600))
 	meta := &metadb.BoltMetaDB{}
 	w, err := wal.Open(raftDir, wal.WithSegmentSize(1<<20), wal.WithMetaStore(meta))
 	require.NoError(t, err)

@@ -362,23 +362,9 @@ func TestPortComesAndGoes(t *testing.T) {
 		c := open(t, cluster.Config{DataDir: dir, Layer: &tcpLayer{l, newWires()}, Secrets: secrets})
 		propose(t, c, putApp("demo", fmt.Sprint(i)))
 		assert.Equal(t, "authority-1", string(c.State().Secrets.Authority),
-			"an older cluster gets an authority, once")
+			"it gets an authority with its first node port, once")
 		require.NoError(t, c.Close())
 	}
-}
-
-// TestOldDataDir: a data dir of a version without UIDs keeps the name by which raft knows it.
-func TestOldDataDir(t *testing.T) {
-	t.Parallel()
-	dir := t.TempDir()
-	c := open(t, cluster.Config{DataDir: dir, NodeID: "node-1", UID: "node-1"})
-	propose(t, c, putApp("demo", "one"))
-	name := c.ClusterID()
-	require.NoError(t, c.Close())
-	writeIdentity(t, dir, map[string]any{"format": 1, "cluster": name, "node": "node-1"})
-	c = open(t, cluster.Config{DataDir: dir})
-	assert.Equal(t, "node-1", c.UID())
-	assert.Contains(t, c.State().Apps, "demo")
 }
 
 // TestWipedDataDir: a node that lost its data dir is a different node, although it has the same name:

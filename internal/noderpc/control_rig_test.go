@@ -113,7 +113,7 @@ func (m *testNode) serve() {
 		Follow: func(ctx context.Context, from uint64, send func(*cluster.Update) error) error {
 			return m.follow(ctx, from, send)
 		},
-		Peer: peerOf, Version: "v0.2.0", Unknown: func(string) { m.unknown.Add(1) },
+		Peer: peerOf, Unknown: func(string) { m.unknown.Add(1) },
 	}).Register(m.server)
 	NewNodeServer(NodeConfig{Agent: m.agent, View: m.view, Peer: peerOf}).Register(m.server)
 	go func() { _ = m.server.Serve(ln) }()

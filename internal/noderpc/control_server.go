@@ -60,7 +60,6 @@ type ControlConfig struct {
 	// Follow sends the state to a node that keeps a copy: cluster.Cluster.Follow.
 	Follow  func(ctx context.Context, from uint64, send func(*cluster.Update) error) error
 	Peer    PeerOf
-	Version string
 	Unknown func(what string) // counts what this version does not understand
 }
 
@@ -128,8 +127,7 @@ func (s *ControlServer) renew(ctx context.Context, r *msg.NodeReport) (msg.Lease
 	return leader.Renew(ctx, r)
 }
 
-// checkReporter refuses a report about another node than the caller, and a report of a version that is too
-// old.
+// checkReporter refuses a report about another node than the caller.
 func (s *ControlServer) checkReporter(ctx context.Context, n *state.Node) error {
 	peer, ok := s.cfg.Peer(ctx)
 	if !ok || peer.UID != n.UID || peer.Node != n.ID {
@@ -141,7 +139,7 @@ func (s *ControlServer) checkReporter(ctx context.Context, n *state.Node) error 
 		return err
 	}
 	n.Key = "" // the join has set it
-	return checkVersion(n.Version, s.cfg.Version)
+	return nil
 }
 
 // checkRolesFixed refuses roles that differ from those of the certificate: they are fixed when a node joins.

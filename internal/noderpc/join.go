@@ -6,7 +6,6 @@ import (
 	"errors"
 	"net"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -18,9 +17,6 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
-
-// OldestVersion is the oldest release that can exchange messages with this one.
-const OldestVersion = "v0.1.0"
 
 // The steps of a join; an error begins with the one that failed.
 const (
@@ -48,38 +44,6 @@ func stepError(step string, err error) *problem.Error {
 		e.Hint, e.Doc, e.Details = inner.Hint, inner.Doc, inner.Details
 	}
 	return e
-}
-
-// checkVersion refuses a node of a release that is too old to understand this one. A version that is no
-// release (a build of a checkout) counts as new.
-func checkVersion(theirs, ours string) error {
-	release, ok := parseRelease(theirs)
-	oldest, _ := parseRelease(OldestVersion)
-	if !ok || slices.Compare(release[:], oldest[:]) >= 0 {
-		return nil
-	}
-	return problem.New(problem.Conflict,
-		"the node runs dpserve %s, this cluster %s, which works with %s and later", theirs, ours,
-		OldestVersion).
-		WithHint("install dpserve %s on the node", ours)
-}
-
-// parseRelease reads v1.2.3 and ignores a suffix after - or +; v0.0.0 is no release.
-func parseRelease(v string) (r [3]int, ok bool) {
-	v, _, _ = strings.Cut(strings.TrimPrefix(v, "v"), "+")
-	v, _, _ = strings.Cut(v, "-")
-	parts := strings.Split(v, ".")
-	if len(parts) != len(r) {
-		return r, false
-	}
-	for i, p := range parts {
-		n, err := strconv.ParseUint(p, 10, 16)
-		if err != nil {
-			return r, false
-		}
-		r[i] = int(n)
-	}
-	return r, r != [3]int{}
 }
 
 // checkNode refuses a record that no node of a cluster can have.

@@ -28,7 +28,6 @@ const (
 type EnrollConfig struct {
 	Store    msg.Store // with its secrets: of a node with role control
 	Proposer msg.Proposer
-	Version  string
 	Log      *slog.Logger
 }
 
@@ -86,7 +85,7 @@ func (s *EnrollServer) join(ctx context.Context, r *joinRequest) (none Joined, e
 // checkNewcomer refuses a record that can never be a member.
 func (s *EnrollServer) checkNewcomer(n *state.Node) error {
 	n.Lost, n.Reason, n.Draining, n.DrainBy = false, "", false, 0 // set by the leader alone
-	return cmp.Or(msg.ValidateNode(n), checkVersion(n.Version, s.cfg.Version), checkNode(n))
+	return cmp.Or(msg.ValidateNode(n), checkNode(n))
 }
 
 // useToken uses the token for the node. A token that is missing in this node's copy of the state may be new,

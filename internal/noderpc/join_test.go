@@ -88,7 +88,7 @@ func (g *joinRig) serve() {
 	require.NoError(g.t, port.Listen(g.t.Context(), gateAddress))
 	server := grpc.NewServer(append(nodeport.ServerOptions(), EnrollOptions()...)...)
 	NewEnrollServer(EnrollConfig{
-		Store: g.store, Proposer: g.store, Version: "v0.2.0", Log: slog.New(slog.DiscardHandler),
+		Store: g.store, Proposer: g.store, Log: slog.New(slog.DiscardHandler),
 	}).Register(server)
 	var served sync.WaitGroup
 	join := port.Listener(nodeport.Join)
@@ -257,10 +257,6 @@ func TestJoinNamesTheStepThatFailed(t *testing.T) {
 			func(c *JoinConfig) { c.Node.ID = "a" }, "member",
 			`node name taken: "a" is held by another node`, state.ErrNodeTaken, problem.Conflict,
 		},
-		"old version": {
-			func(c *JoinConfig) { c.Node.Version = "v0.0.3" }, "member",
-			"v0.0.3, this cluster v0.2.0", nil, problem.Conflict,
-		},
 		"no role": {
 			func(c *JoinConfig) { c.Node.Roles = nil }, "member", "has no role", nil,
 			problem.InvalidArgument,
@@ -409,16 +405,6 @@ func TestNodesThatCannotBeMembers(t *testing.T) {
 	}
 }
 
-func TestVersions(t *testing.T) {
-	for version, ok := range map[string]bool{
-		"v0.1.0": true, "v0.2.0": true, "v1.0.0-rc1": true, "0.1.0": true, "v0.0.9": false,
-		"v0.0.1-rc1+x": false,
-		"(devel)":      true, "": true, "v0.0.0-20261121-abcdef": true, "v0.1": true,
-	} {
-		assert.Equal(t, ok, checkVersion(version, "v0.3.0") == nil, version)
-	}
-}
-
 func TestSeedsAreBounded(t *testing.T) {
 	s := newFakeStore()
 	for i := range 100 {
@@ -440,7 +426,7 @@ func FuzzNewcomer(f *testing.F) {
 	require.NoError(f, err)
 	f.Add(text, "", []byte("csr"))
 	s := NewEnrollServer(EnrollConfig{
-		Store: newFakeStore(), Proposer: newFakeStore(), Version: "v0.2.0",
+		Store: newFakeStore(), Proposer: newFakeStore(),
 		Log: slog.New(slog.DiscardHandler),
 	})
 	f.Fuzz(func(t *testing.T, node []byte, token string, csr []byte) {

@@ -221,7 +221,7 @@ func (p localProposer) Propose(ctx context.Context, c state.Command) (state.Resu
 type renewer struct{ n *Node }
 
 func (k renewer) Renew(ctx context.Context, r *msg.NodeReport) (msg.Lease, error) {
-	lease, err := k.n.leader.Renew(ctx, withNextVersionEvents(r))
+	lease, err := k.n.leader.Renew(ctx, r)
 	if err != nil {
 		return lease, err
 	}

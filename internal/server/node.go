@@ -231,7 +231,6 @@ func (n *Node) selfRecord() state.Node {
 		out = n.peering.Record()
 	}
 	out.Resources = withDevices(n.resources, n.devices)
-	addNextVersionFields(n, &out)
 	return out
 }
 
@@ -503,7 +502,6 @@ func (n *Node) start(ctx context.Context) error {
 	n.life.writers.Go(func() { n.peering.WatchRemoval(n.life.ctx) })
 	if n.consensus != nil {
 		n.life.loops.Go(func() { n.upkeep.Run(n.life.ctx) })
-		n.life.loops.Go(func() { probeNextVersion(n.life.ctx, n) })
 	}
 	n.awaitRegistered(ctx)
 	if !n.peering.IsFounding() {

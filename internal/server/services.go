@@ -72,11 +72,11 @@ func (s *services) serveControl() {
 	noderpc.NewControlServer(noderpc.ControlConfig{
 		Leading: n.currentLeader, Hint: n.store.LeaderNode, Store: n.store,
 		Propose: n.consensus.ProposeHere, Follow: n.consensus.Follow, Peer: nodeport.PeerFromContext,
-		Version: n.cfg.Version, Unknown: n.nodeMetrics.Unknown,
+		Unknown: n.nodeMetrics.Unknown,
 	}).Register(s.grpc)
 	s.enroll = grpc.NewServer(append(nodeport.ServerOptions(), noderpc.EnrollOptions()...)...)
 	noderpc.NewEnrollServer(noderpc.EnrollConfig{
-		Store: n.store, Proposer: n.store, Version: n.cfg.Version, Log: n.log,
+		Store: n.store, Proposer: n.store, Log: n.log,
 	}).Register(s.enroll)
 	s.serveGRPC(s.enroll, nodeport.Join)
 	s.renew = grpc.NewServer(append(nodeport.ServerOptions(), noderpc.EnrollOptions()...)...)

@@ -31,8 +31,8 @@ func (s *State) Apply(index uint64, c *Command) (Result, error) {
 		return Result{}, err
 	}
 	r, err := s.carryOut(c)
-	if level := c.Level(); err == nil && !r.Unchanged && level >= shareLevel {
-		s.Level = max(s.Level, level)
+	if err == nil && !r.Unchanged {
+		s.Level = max(s.Level, c.Level())
 	}
 	return r, err
 }
@@ -84,7 +84,7 @@ func (s *State) applyNodes(c *Command) (Result, error) {
 	case c.RotateGossipKey != nil:
 		return s.rotateGossipKey(c.RotateGossipKey)
 	default:
-		return applyNext(s, c)
+		return Result{}, problem.New(problem.InvalidArgument, "%w: it cannot be applied", ErrUnknownCommand)
 	}
 }
 

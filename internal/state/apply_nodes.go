@@ -224,8 +224,8 @@ func (s *State) recordRemoved(uid string, now int64) error {
 		at = map[string]int64{}
 	}
 	if len(removed) > maxRemoved {
-		if until := time.UnixMilli(at[removed[0]]).Add(RemovedFor); now > 0 &&
-			time.UnixMilli(now).Before(until) {
+		until := time.UnixMilli(at[removed[0]]).Add(RemovedFor)
+		if time.UnixMilli(now).Before(until) {
 			return problem.New(problem.Conflict, "remove node: %w: %d since %s", ErrTooManyRemoved,
 				maxRemoved, until.Add(-RemovedFor).UTC().Format(time.RFC3339)).
 				WithHint("try again after %s: until then the certificate of the first of them is good, so "+
@@ -234,12 +234,7 @@ func (s *State) recordRemoved(uid string, now int64) error {
 		delete(at, removed[0])
 		removed = removed[1:]
 	}
-	if now > 0 {
-		at[uid] = now
-	}
-	if len(at) == 0 {
-		at = nil // as it comes back from JSON
-	}
+	at[uid] = now
 	s.Removed, s.RemovedAt = removed, at
 	return nil
 }

@@ -233,11 +233,6 @@ func TestRemovedNodeIsRememberedAsLongAsItsCertificateLives(t *testing.T) {
 	assert.Equal(t, "u1", m.Removed[0])
 	assert.Equal(t, "uid-b", m.Removed[maxRemoved-1])
 	assert.Equal(t, 131*day, m.RemovedAt["uid-b"])
-
-	m.must(putNode(node("c")))
-	m.must(Command{RemoveNode: &RemoveNode{Node: "c"}}) // an older version's command has no time
-	require.Len(t, m.Removed, maxRemoved)
-	assert.Equal(t, "uid-c", m.Removed[maxRemoved-1])
 }
 
 func TestPutNodeChangesNeitherRolesNorKey(t *testing.T) {

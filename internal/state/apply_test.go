@@ -306,22 +306,6 @@ func TestSharesOfADevice(t *testing.T) {
 	}
 }
 
-// TestCommandsAboutSharesHaveTheirLevel: a version that knows whole devices alone can neither read such an
-// application nor count such grants.
-func TestCommandsAboutSharesHaveTheirLevel(t *testing.T) {
-	of := func(gpus string) *Command {
-		return &Command{PutApps: &PutApps{Apps: []AppSpec{
-			{Name: "x", Spec: json.RawMessage(`{"name":"x","resources":{"gpus":` + gpus + `}}`)},
-		}}}
-	}
-	assert.Equal(t, shareLevel, of("0.25").Level())
-	assert.Equal(t, 1, of("2").Level())
-	g := grant("x", 1, 0, 0, 0)
-	assert.Equal(t, 1, g.Level())
-	g.GrantGroup.Units[0].Ranks[0].Share = 1
-	assert.Equal(t, shareLevel, g.Level())
-}
-
 func TestRegrantReplacesAndCounts(t *testing.T) {
 	m := newMachine(t)
 	m.must(put(spec("x", "1")))

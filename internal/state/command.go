@@ -8,8 +8,8 @@ import (
 	"io"
 	"reflect"
 	"slices"
+	"strings"
 
-	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -33,7 +33,6 @@ type Command struct {
 	UseToken        *UseToken        `json:"use_token,omitempty"`
 	RevokeToken     *RevokeToken     `json:"revoke_token,omitempty"`
 	RotateGossipKey *RotateGossipKey `json:"rotate_key,omitempty"`
-	nextCommand
 }
 
 // Init names the cluster and sets its secrets. It is refused if the cluster has another name. Secrets that
@@ -124,17 +123,29 @@ type Result struct {
 
 // Kind returns the name of the one field that is set, for logs; "" if not exactly one is set.
 func (c *Command) Kind() string {
+	fields := reflect.ValueOf(c).Elem()
 	kind := ""
-	for name, k := range c.kinds() {
-		if !k.set {
+	for i := range fields.NumField() {
+		if fields.Field(i).IsNil() {
 			continue
 		}
 		if kind != "" {
 			return ""
 		}
-		kind = name
+		kind = kindOf(fields.Type().Field(i))
 	}
 	return kind
+}
+
+// kindOf is the name of a field of Command.
+func kindOf(f reflect.StructField) string {
+	name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
+	return name
+}
+
+func isKind(name string) bool {
+	return slices.ContainsFunc(reflect.VisibleFields(reflect.TypeFor[Command]()),
+		func(f reflect.StructField) bool { return kindOf(f) == name })
 }
 
 // check refuses a command that does not have exactly one field set.
@@ -176,9 +187,8 @@ func (c *Command) UnmarshalJSON(b []byte) error {
 	if err := json.Unmarshal(b, &raw); err != nil {
 		return fmt.Errorf("%w: %w", ErrBadCommand, err)
 	}
-	known := c.kinds()
 	for name := range raw {
-		if _, ok := known[name]; !ok {
+		if !isKind(name) {
 			return problem.New(problem.InvalidArgument, "%w",
 				fmt.Errorf("%w %q: %w", ErrUnknownCommand, name, ErrNewer)).WithHint("%s", upgradeHint)
 		}
@@ -293,102 +303,11 @@ func incompleteError(format string, args ...any) error {
 // Level is the version of the log's and snapshots' format that this build can read. A version that adds a
 // kind of command, a field of a command or a field of the state has the next level. Each node reports its
 // level in its record.
-const Level = tokenLevel + nextLevels
+const Level = 1
 
-// poolLevel is the Level that knows pools: two applications of the state that users know by one name.
-const poolLevel = 2
-
-// deviceLevel is the Level that knows which devices of a node are close to each other, and what they are.
-const deviceLevel = poolLevel + 1
-
-// shareLevel is the Level that knows ranks that share a device, which ports of a node other programs hold,
-// and State.Level.
-const shareLevel = deviceLevel + 1
-
-// tokenLevel is the Level that knows roles, makers and the revocation of join tokens.
-const tokenLevel = shareLevel + 1
-
-// kind is one kind of command in a Command.
-type kind struct {
-	level int  // the least Level that can read it
-	set   bool // whether the Command is of this kind
-}
-
-// kinds lists the kinds by the names of the command's fields. A kind that a later version adds has that
-// version's level here.
-func (c *Command) kinds() map[string]kind {
-	all := map[string]kind{
-		"init": {1, c.Init != nil}, "put_apps": {1, c.PutApps != nil}, "delete_app": {1, c.DeleteApp != nil},
-		"forget_app": {1, c.ForgetApp != nil}, "grant_group": {1, c.GrantGroup != nil},
-		"unit_ready": {1, c.UnitReady != nil}, "unit_fenced": {1, c.UnitFenced != nil},
-		"unit_failed": {1, c.UnitFailed != nil}, "release": {1, c.Release != nil},
-		"put_node": {1, c.PutNode != nil}, "node_lost": {1, c.NodeLost != nil},
-		"node_back": {1, c.NodeBack != nil}, "drain_node": {1, c.DrainNode != nil},
-		"remove_node": {1, c.RemoveNode != nil}, "put_token": {1, c.PutToken != nil},
-		"use_token": {1, c.UseToken != nil}, "revoke_token": {tokenLevel, c.RevokeToken != nil},
-		"rotate_key": {1, c.RotateGossipKey != nil},
-	}
-	c.addNext(all)
-	return all
-}
-
-// Level returns the least level of a node that can read the command. A version that adds a field to a known
-// kind checks it here: while the field is set, the command has the level of that version.
-func (c *Command) Level() int {
-	switch {
-	case c.PutApps != nil && c.PutApps.hasShares(), c.GrantGroup != nil && c.GrantGroup.hasShares():
-		return shareLevel
-	case c.PutApps != nil && c.PutApps.isPools():
-		return poolLevel
-	case c.PutToken != nil && c.PutToken.needsTokenLevel(), c.UseToken != nil && len(c.UseToken.Roles) > 0:
-		return tokenLevel
-	case c.PutNode != nil:
-		return c.PutNode.Node.level()
-	}
-	return c.kinds()[c.Kind()].level
-}
-
-func (c *PutApps) isPools() bool {
-	return len(c.End) > 0 || slices.ContainsFunc(c.Apps, func(a AppSpec) bool {
-		_, pool := app.SplitPool(a.Name)
-		return pool != ""
-	})
-}
-
-// hasShares reports whether an application's ranks share devices. A version that does not know shares cannot
-// read its spec.
-func (c *PutApps) hasShares() bool {
-	return slices.ContainsFunc(c.Apps, func(spec AppSpec) bool {
-		a := App{Spec: spec.Spec}
-		decoded, err := a.Application()
-		return err == nil && decoded.Resources.Share() > 0
-	})
-}
-
-func (c *GrantGroup) hasShares() bool {
-	return slices.ContainsFunc(c.Units, func(u UnitGrant) bool {
-		return slices.ContainsFunc(u.Ranks, func(r RankGrant) bool { return r.Share > 0 })
-	})
-}
-
-// level returns the least level that knows every field of the record.
-func (n *Node) level() int {
-	for level := 1; level < Level; level++ {
-		if reflect.DeepEqual(n.ReadableAt(level), *n) {
-			return level
-		}
-	}
-	return Level
-}
+// Level returns the least level of a node that can read the command: that of the version which brought its
+// kind, or a field that is set in it.
+func (c *Command) Level() int { return 1 }
 
 // ReadableAt returns the record without the fields that nodes of a lower level do not know.
-func (n Node) ReadableAt(level int) Node {
-	if level < deviceLevel {
-		n.Resources.Near, n.Resources.Models = nil, nil
-	}
-	if level < shareLevel {
-		n.Resources.Taken = nil
-	}
-	n.cutNext(level)
-	return n
-}
+func (n Node) ReadableAt(int) Node { return n }

@@ -1,7 +1,6 @@
 package state
 
 import (
-	"reflect"
 	"strings"
 	"testing"
 
@@ -77,25 +76,6 @@ func FuzzDecodeSnapshotIsWholeOrRefused(f *testing.F) {
 	})
 }
 
-// TestEveryKindOfCommandHasALevel: the table of kinds has every field of Command, and no other.
-func TestEveryKindOfCommandHasALevel(t *testing.T) {
-	listed := (&Command{}).kinds()
-	for _, f := range reflect.VisibleFields(reflect.TypeFor[Command]()) {
-		if f.Anonymous {
-			continue
-		}
-		name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
-		var c Command
-		v := reflect.ValueOf(&c).Elem().FieldByIndex(f.Index)
-		v.Set(reflect.New(f.Type.Elem()))
-		assert.Contains(t, listed, name, "give the new kind of command %s the next level in kinds", f.Name)
-		assert.Equal(t, name, c.Kind())
-		assert.True(t, c.Level() >= 1 && c.Level() <= Level, "%s has level %d of %d", name, c.Level(), Level)
-		delete(listed, name)
-	}
-	assert.Empty(t, listed, "kinds that no command has")
-}
-
 // leveled is a control node of a version with a level; 0 = one that says none.
 func leveled(id string, level int, roles ...Role) *Node {
 	return &Node{ID: id, UID: "uid-" + id, Roles: append(roles, RoleIngress), Level: level}
@@ -114,22 +94,6 @@ func TestControlLevelIsThatOfTheOldestControlNode(t *testing.T) {
 	c, err := s.Readable(Command{DeleteApp: &DeleteApp{Name: "x"}})
 	require.NoError(t, err)
 	assert.Equal(t, Command{DeleteApp: &DeleteApp{Name: "x"}}, c)
-}
-
-// TestOlderControlNodesReadRecordsOfDevices: what they do not know is left out, and the devices stay.
-func TestOlderControlNodesReadRecordsOfDevices(t *testing.T) {
-	n := leveled("a", Level, RoleWorker)
-	n.Resources = Resources{
-		Devices: []int{0, 1, 2}, Near: [][]int{{0, 2}},
-		Models: []DeviceModel{{Name: "H", Devices: []int{0, 1, 2}}},
-	}
-	assert.Equal(t, *n, n.ReadableAt(Level))
-	old := n.ReadableAt(poolLevel)
-	assert.Equal(t, Resources{Devices: []int{0, 1, 2}}, old.Resources)
-	assert.NotEmpty(t, n.Resources.Near, "the record itself does not change")
-
-	n.Resources.Near, n.Resources.Models = [][]int{}, []DeviceModel{}
-	assert.Equal(t, Resources{Devices: []int{0, 1, 2}}, n.normalize().Resources, "as JSON gives it back")
 }
 
 // TestCopyOfANewerStateIsRead: a follower reads the known fields and names an unknown one. A node of

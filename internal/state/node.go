@@ -29,12 +29,10 @@ type Node struct {
 	Version   string `json:"version,omitempty"`
 	// GossipSum is the GossipKeySum of the key that the node has taken; "" = it has none yet.
 	GossipSum string `json:"gossip_sum,omitempty"`
-	// Key is the hash of the public key of its certificate; "" = not known: the node stands alone, or joined
-	// under an older version.
+	// Key is the hash of the public key of its certificate; "" = it stands alone.
 	Key       string    `json:"key,omitempty"`
 	Level     int       `json:"level,omitempty"` // what its version can read of the log: Level; 0 = 1
 	Resources Resources `json:"offer"`
-	nextNode
 
 	Lost     bool   `json:"lost,omitempty"`     // silent for its lease and 2 s: its units are released
 	Reason   string `json:"reason,omitempty"`   // of Lost
@@ -134,7 +132,7 @@ type DrainNode struct {
 // certificate valid again.
 type RemoveNode struct {
 	Node string `json:"node"`
-	Now  int64  `json:"now,omitempty"` // unix ms, of the proposer; 0 = an older version's command
+	Now  int64  `json:"now,omitempty"` // unix ms, of the proposer
 }
 
 // RemovedFor is how long the state remembers a removed node at least. It is longer than any certificate

@@ -100,16 +100,3 @@ func TestEndedApps(t *testing.T) {
 	m.must(Command{ForgetApp: &ForgetApp{Name: "pd.decode"}})
 	assert.Empty(t, FindApps(m.State, "pd"))
 }
-
-// A version without pools can neither read nor carry out what is about them.
-func TestCommandsAboutPoolsHaveTheirLevel(t *testing.T) {
-	assert.Equal(t, 1, (&Command{PutApps: &PutApps{Apps: []AppSpec{spec("x", "1")}}}).Level())
-	for _, c := range []PutApps{{Apps: pools("1", "1")}, {End: []string{"x"}}} {
-		cmd := Command{PutApps: &c}
-		assert.Equal(t, poolLevel, cmd.Level())
-		s := New()
-		s.Nodes["a"] = leveled("a", 1, RoleControl)
-		_, err := s.Readable(cmd)
-		require.ErrorIs(t, err, ErrControlTooOld)
-	}
-}

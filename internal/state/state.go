@@ -161,15 +161,14 @@ type State struct {
 	Removed   []string          `json:"removed,omitempty"`    // UIDs of removed nodes, the latest last
 	RemovedAt map[string]int64  `json:"removed_at,omitempty"` // by UID: unix ms; replaced, never written into
 	Secrets   Secrets           `json:"secrets,omitzero"`     // followers do not get it
-	// LeaseTTL (ms) is set once, by Init. 0 = an older version began the cluster: each leader has its own.
+	// LeaseTTL (ms) is set once, by Init.
 	LeaseTTL int64 `json:"lease_ttl,omitempty"`
 	// Freed are port blocks that were freed and not used again, the latest last. Placement re-uses the latest
 	// last.
 	Freed []Block `json:"freed,omitempty"`
 	// Level is the highest level of a command that has changed the state: a version below it cannot read the
-	// log. 0 = below shareLevel.
-	Level     int `json:"level,omitempty"`
-	nextState     //nolint:unused // fields only in the build of next_version.go
+	// log.
+	Level int `json:"level,omitempty"`
 }
 
 // AppStatus is an application's state as users see it, in the words of Ray.

@@ -28,7 +28,7 @@ type Token struct {
 type UseToken struct {
 	Hash string `json:"hash"`
 	UID  string `json:"uid"`
-	// hash of the public key that the node asks a certificate for; "" = an older version's
+	// hash of the public key that the node asks a certificate for
 	Key   string `json:"key,omitempty"`
 	Roles []Role `json:"roles,omitempty"` // that the node asks for
 	Now   int64  `json:"now"`             // unix ms, of the proposer
@@ -63,9 +63,6 @@ func (t *Token) Status(now time.Time) string {
 	}
 	return "valid"
 }
-
-// needsTokenLevel reports whether the record has fields that only tokenLevel knows.
-func (t *Token) needsTokenLevel() bool { return len(t.Roles) > 0 || t.Made != 0 || t.By != "" }
 
 // check refuses a token that cannot be stored.
 func (t *Token) check() error {
@@ -124,9 +121,6 @@ func (t *Token) hasOtherKey(c *UseToken) bool {
 // tokenUser names the node that spends a use of a token: its UID and the key that it showed. The UID alone is
 // not secret, because every certificate contains it.
 func (c *UseToken) tokenUser() string {
-	if c.Key == "" {
-		return c.UID
-	}
 	return c.UID + " " + c.Key
 }
 

@@ -28,16 +28,25 @@ var (
 	buildStub        = built{program: "./test/stubengine"}
 )
 
-// nextTag makes the build that stands for the next version of dpserve in tests of upgrades.
-const nextTag = "dpserve_next"
-
 // Binary builds dpserve once per test process and returns its path. Tests use the built program, never `go
 // run`: that turns every exit code into 1, and a SIGTERM to it leaves the program alive.
 func Binary(t testing.TB) string { return build.binary(t) }
 
 // NextBinary is Binary of a version after this one: it has a kind of command, fields and events that this one
-// does not know.
-func NextBinary(t testing.TB) string { return buildNext.binary(t, "-tags", withTag(nextTag)) }
+// does not know (test/next).
+func NextBinary(t testing.TB) string {
+	root, err := Root()
+	if err != nil {
+		t.Fatal(err)
+	}
+	write := exec.Command("go", "run", "./test/next", t.TempDir())
+	write.Dir, write.Stderr = root, os.Stderr
+	path, err := write.Output()
+	if err != nil {
+		t.Fatalf("make the overlay of the next version: %v", err)
+	}
+	return buildNext.binary(t, "-overlay", strings.TrimSpace(string(path)))
+}
 
 // StubEngine builds the program that stands for vLLM and SGLang and returns its path.
 func StubEngine(t testing.TB) string { return buildStub.binary(t) }
@@ -67,17 +76,6 @@ func (b *built) binary(t testing.TB, flags ...string) string {
 		t.Fatalf("build %s %v: %v\n%s", filepath.Base(b.path), flags, b.err, b.out)
 	}
 	return b.path
-}
-
-// withTag adds a build tag to those of GOFLAGS, which a flag of its own would replace: packages that the tag
-// does not change come out of the build cache.
-func withTag(tag string) string {
-	for _, f := range strings.Fields(os.Getenv("GOFLAGS")) {
-		if tags, ok := strings.CutPrefix(f, "-tags="); ok {
-			return tags + "," + tag
-		}
-	}
-	return tag
 }
 
 // RemoveBinary deletes what Binary, NextBinary and StubEngine built; call it at the end of TestMain.

@@ -20,9 +20,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// The tests of this file upgrade a cluster from this build to one that stands for the next version:
-// internal/state/next_version.go and internal/server/next_version.go add a kind of command, a field of the
-// state, a field of a node's record and a kind of event.
+// The tests of this file upgrade a cluster from this build to one that stands for the next version: test/next
+// adds a kind of command, a field of the state, a field of a node's record and a kind of event.
 
 const (
 	nextTrigger = "use-next" // the application whose deploy lets the next version use what it adds
