@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -331,3 +332,6 @@ func BenchmarkRenewal(b *testing.B) {
 		c.core.Step(c.now, NodeReported{hosts[7].report(c.now)})
 	}
 }
+
+// Status is the status while all nodes answer.
+func (c view) Status() []client.AppStatus { return c.StatusWithout(nil) }

@@ -16,13 +16,10 @@ import (
 // view shows people what the core knows. It changes nothing, and no decision depends on it.
 type view struct{ *Core }
 
-// Status returns the status of all applications, ordered by name. The caller adds what the replicas report of
+// StatusWithout returns the status of all applications, ordered by name, while some nodes do not answer;
+// unreachable gives the reason for each. Their ranks are shown as msg.Unreachable and do not count as ready,
+// and an application that would be RUNNING is shown as UNHEALTHY. The caller adds what the replicas report of
 // their ranks.
-func (c view) Status() []client.AppStatus { return c.StatusWithout(nil) }
-
-// StatusWithout is Status while some nodes do not answer; unreachable gives the reason for each. Their ranks
-// are shown as msg.Unreachable and do not count as ready, and an application that would be RUNNING is shown
-// as UNHEALTHY.
 func (c view) StatusWithout(unreachable map[string]string) []client.AppStatus {
 	out := make([]client.AppStatus, 0, len(c.apps))
 	for _, name := range c.appNames() {

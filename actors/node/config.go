@@ -27,8 +27,10 @@ type Replica interface {
 
 // Config is the configuration of a node.
 type Config struct {
-	ID         string
-	DataDir    string // epochs, engines, their logs; "" = nothing survives
+	ID      string
+	DataDir string // epochs, engines, their logs; "" = nothing survives
+	// Replace writes a file of DataDir; nil = diskfile.Replace.
+	Replace    func(path string, data []byte) error
 	Executable string // starts simulated engines and shims; "" = this program, as it runs
 	System     *actor.ActorSystem
 	NewReplica func(spec msg.ReplicaSpec) (Replica, error)
@@ -46,8 +48,13 @@ type Config struct {
 	Trouble     func() string     // warning for this node's status, "" = none; may be nil
 	Store       msg.Store         // shows which units are superseded
 	OnLeaseLoss LeaseLoss         // "" = Serve
-	EngineHost  string            // address of this machine where engines listen; "" = engine.Loopback
-	Advertise   string            // address of rank 0 of a lockstep unit for other nodes; "" = none
+	Addresses
+}
+
+// Addresses are those of this machine.
+type Addresses struct {
+	EngineHost string // where engines listen; "" = engine.Loopback
+	Advertise  string // of rank 0 of a lockstep unit for other nodes; "" = none
 }
 
 // Checks tell a node whether what a unit was granted is free. The zero value asks the machine for ports, and

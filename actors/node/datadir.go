@@ -8,7 +8,6 @@ import (
 	"os"
 	"path/filepath"
 
-	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -35,25 +34,21 @@ func loadEpochs(dir string) (seen map[string]uint64, err error) {
 	return seen, nil
 }
 
-// saveEpochs writes the file of dir. It returns after the file is on disk.
-func saveEpochs(dir string, seen map[string]uint64) error {
-	if dir == "" {
-		return nil
-	}
-	return diskfile.ReplaceJSON(filepath.Join(dir, epochsFile), seen)
-}
-
 // takeStopMark reports whether the previous process of this node was told to end, and removes the mark.
 func takeStopMark(dir string) bool {
 	return dir != "" && os.Remove(filepath.Join(dir, stopFile)) == nil
 }
 
-// leaveStopMark records for the next process that this one was told to end.
-func leaveStopMark(dir string) error {
-	if dir == "" {
+// save writes a file of the data dir. It returns after the file is on disk.
+func (c *Config) save(name string, v any) error {
+	if c.DataDir == "" {
 		return nil
 	}
-	return diskfile.ReplaceJSON(filepath.Join(dir, stopFile), true)
+	line, err := json.Marshal(v)
+	if err != nil {
+		return err
+	}
+	return c.Replace(filepath.Join(c.DataDir, name), append(line, '\n'))
 }
 
 // readJSON reads a file if it exists.

@@ -4,8 +4,9 @@ import (
 	"context"
 	"io"
 	"log/slog"
-	"path/filepath"
 	"slices"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -24,9 +25,20 @@ import (
 func withHungDisk(t *testing.T, f func(t *testing.T, b *bubble, end func(), started <-chan error)) {
 	t.Helper()
 	dir := t.TempDir()
-	inBubble(t, func(c *Config) { c.DataDir = dir }, func(t *testing.T, b *bubble) {
+	var hangs atomic.Bool
+	var answers chan struct{}
+	inBubble(t, func(c *Config) {
+		c.DataDir, answers = dir, make(chan struct{})
+		c.Replace = func(path string, data []byte) error {
+			if hangs.Load() {
+				<-answers
+			}
+			return diskfile.Replace(path, data)
+		}
+	}, func(t *testing.T, b *bubble) {
 		b.serving("demo/0/0", 1)
-		end := diskfile.Hang(dir)
+		hangs.Store(true)
+		end := sync.OnceFunc(func() { hangs.Store(false); close(answers) })
 		defer end()
 		started := make(chan error, 1)
 		go func() { started <- b.start("demo/0/1", 1) }()
@@ -103,13 +115,11 @@ func TestAKnownUnitIsStoppedWhileTheDiskHangs(t *testing.T) {
 // hungLauncher writes a file before each engine, as the launchers of a node do.
 type hungLauncher struct {
 	*bubble
-	dir string
+	answers chan struct{}
 }
 
 func (l hungLauncher) Start(ctx context.Context, o LaunchOrder, stdout, stderr io.Writer) (Process, error) {
-	if err := diskfile.ReplaceJSON(filepath.Join(l.dir, "launch"), o.Epoch); err != nil {
-		return nil, err
-	}
+	<-l.answers
 	if ctx.Err() != nil {
 		return nil, context.Cause(ctx)
 	}
@@ -118,11 +128,9 @@ func (l hungLauncher) Start(ctx context.Context, o LaunchOrder, stdout, stderr i
 
 // The unit is not reported gone: nobody knows what the launch will do.
 func TestCloseEndsOverADiskThatHangsWhileAnEngineIsLaunched(t *testing.T) {
-	launches := t.TempDir()
 	inBubble(t, nil, func(t *testing.T, b *bubble) {
-		b.node.launcher = hungLauncher{b, launches}
-		end := diskfile.Hang(launches)
-		defer end()
+		answers := make(chan struct{})
+		b.node.launcher = hungLauncher{b, answers}
 		require.NoError(t, b.start("demo/0/0", 1))
 		time.Sleep(time.Second)
 		ctx, cancel := context.WithCancel(t.Context())
@@ -133,7 +141,7 @@ func TestCloseEndsOverADiskThatHangsWhileAnEngineIsLaunched(t *testing.T) {
 		assert.Equal(t, time.Second+2*DefaultKillGrace+diskfile.Grace, time.Since(began))
 		assert.Equal(t, state.Starting, b.phase("demo/0/0"))
 		require.EqualError(t, b.node.Close(ctx, 0), err.Error())
-		end()
+		close(answers)
 		synctest.Wait()
 		assert.Zero(t, b.launched())
 		b.node.stuck = nil // checked

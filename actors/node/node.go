@@ -136,6 +136,9 @@ func (n *Node) defaults() error {
 	if n.cfg.EngineHost == "" {
 		n.cfg.EngineHost = engine.Loopback
 	}
+	if n.cfg.Replace == nil {
+		n.cfg.Replace = diskfile.Replace
+	}
 	n.launcher = n.cfg.Launcher
 	return nil
 }
@@ -335,7 +338,7 @@ func (n *Node) awaitRequests(ctx context.Context, wait time.Duration) {
 
 // markStop writes the stop mark. Without it the next process does not know of this end.
 func (n *Node) markStop() {
-	if err := leaveStopMark(n.cfg.DataDir); err != nil {
+	if err := n.cfg.save(stopFile, true); err != nil {
 		n.log.Warn("cannot note that this process was told to end", slog.String("err", err.Error()))
 	}
 }
@@ -537,7 +540,7 @@ func (s supervisor) start(m *msg.StartRank) error {
 
 // record writes the epochs of an order to disk.
 func (s supervisor) record(unit string, epoch uint64, epochs map[string]uint64) error {
-	if err := saveEpochs(s.cfg.DataDir, epochs); err != nil {
+	if err := s.cfg.save(epochsFile, epochs); err != nil {
 		return problem.New(problem.Internal, "unit %s: cannot record epoch %d: %w", unit, epoch, err).
 			WithHint("free space in the data dir")
 	}

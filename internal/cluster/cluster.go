@@ -17,6 +17,7 @@ import (
 
 	"github.com/hashicorp/raft"
 
+	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -117,7 +118,7 @@ func (c *Cluster) start() error {
 	c.loops.Go(c.superviseRuns)
 	if c.cfg.Layer != nil && c.cfg.DataDir != "" {
 		keep := keeper{
-			dataDir: c.cfg.DataDir, log: c.log, changed: c.Changed, done: c.done,
+			dataDir: c.cfg.DataDir, replace: diskfile.Replace, log: c.log, changed: c.Changed, done: c.done,
 			newest: func() *stateCopy { return &stateCopy{state: c.State()} },
 		}
 		c.loops.Go(func() { keep.run(0) })

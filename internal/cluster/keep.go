@@ -9,7 +9,6 @@ import (
 	"path/filepath"
 	"time"
 
-	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -22,6 +21,7 @@ const keepPause = time.Second
 // of its entries are committed.
 type keeper struct {
 	dataDir string
+	replace func(path string, data []byte) error
 	log     *slog.Logger
 	changed func() <-chan struct{}
 	newest  func() *stateCopy // what is written; its data may be missing
@@ -72,7 +72,7 @@ func (k *keeper) saveNewer(saved uint64) (uint64, error) {
 			return saved, fmt.Errorf("encode %s: %w", stateFile, err)
 		}
 	}
-	if err := diskfile.Replace(filepath.Join(k.dataDir, stateFile), data); err != nil {
+	if err := k.replace(filepath.Join(k.dataDir, stateFile), data); err != nil {
 		return saved, fmt.Errorf("write %s: %w", stateFile, err)
 	}
 	return st.Index, nil

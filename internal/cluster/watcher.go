@@ -24,10 +24,11 @@ const (
 
 // WatcherConfig configures a Watcher: how a node without role control reaches the nodes that have it.
 type WatcherConfig struct {
-	NodeID    string // "" = the data dir's, or a new one
-	ClusterID string // "" = the data dir's
-	UID       string // "" = the data dir's, or a new one
-	DataDir   string // "" = in memory
+	NodeID    string                               // "" = the data dir's, or a new one
+	ClusterID string                               // "" = the data dir's
+	UID       string                               // "" = the data dir's, or a new one
+	DataDir   string                               // "" = in memory
+	Replace   func(path string, data []byte) error // writes the state to DataDir; nil = diskfile.Replace
 	Log       *slog.Logger
 
 	// Watch follows one control node, preferably another one at every call. It passes on the messages of that
@@ -70,6 +71,9 @@ func NewWatcher(cfg WatcherConfig) (*Watcher, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
+	if cfg.Replace == nil {
+		cfg.Replace = diskfile.Replace
+	}
 	if cfg.Unknown == nil {
 		cfg.Unknown = func(string) {}
 	}
@@ -92,7 +96,7 @@ func NewWatcher(cfg WatcherConfig) (*Watcher, error) {
 	w.loops.Go(w.followControlNodes)
 	if cfg.DataDir != "" {
 		keep := keeper{
-			dataDir: cfg.DataDir, log: w.log, done: w.ctx.Done(), changed: w.Changed,
+			dataDir: cfg.DataDir, replace: cfg.Replace, log: w.log, done: w.ctx.Done(), changed: w.Changed,
 			newest: w.published.Load,
 		}
 		w.loops.Go(func() { keep.run(st.state.Index) })

@@ -109,13 +109,22 @@ func TestWatcherClosesOverAHungDisk(t *testing.T) {
 		dir := t.TempDir()
 		of := open(t, cluster.Config{ClusterID: "alpha"})
 		s := &source{of: of}
-		cfg := cluster.WatcherConfig{ClusterID: "alpha", DataDir: dir, Watch: s.watch, Forward: s.forward}
+		var hangs atomic.Bool
+		answers := make(chan struct{})
+		cfg := cluster.WatcherConfig{
+			ClusterID: "alpha", DataDir: dir, Watch: s.watch, Forward: s.forward,
+			Replace: func(path string, data []byte) error {
+				if hangs.Load() {
+					<-answers
+				}
+				return diskfile.Replace(path, data)
+			},
+		}
 		w, err := cluster.NewWatcher(cfg)
 		require.NoError(t, err)
 		require.NoError(t, w.Ready(t.Context()))
 		time.Sleep(10 * time.Second)
-		end := diskfile.Hang(dir)
-		defer end()
+		hangs.Store(true)
 		propose(t, of, putApp("demo", "one"))
 		time.Sleep(10 * time.Second)
 		began := time.Now()
@@ -129,7 +138,8 @@ func TestWatcherClosesOverAHungDisk(t *testing.T) {
 		_, err = cluster.NewWatcher(cfg)
 		require.ErrorContains(t, err, "in use", "the hung write has the data dir still")
 
-		end()
+		hangs.Store(false)
+		close(answers)
 		time.Sleep(time.Second)
 		w, err = cluster.NewWatcher(cfg)
 		require.NoError(t, err)

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"sync"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/problem"
@@ -23,7 +22,6 @@ const (
 // syncs and renames it, and syncs the folder, without which a power cut could undo the rename. One caller at
 // a time may replace a file.
 func Replace(path string, data []byte) error {
-	awaitHang(filepath.Dir(path))
 	name, temp := filepath.Base(path), path+temporary
 	f, err := os.OpenFile(temp, os.O_CREATE|os.O_WRONLY|os.O_TRUNC, mode) //nolint:gosec // the data dir
 	if err != nil {
@@ -81,28 +79,6 @@ func Await(dir string, limit time.Duration, calls func() error) error {
 	return problem.New(problem.Unavailable, "data dir %s: %w", dir,
 		fmt.Errorf("%w: a call has not returned for %s", ErrHangs, limit)).
 		WithHint("look at that disk before you start dpserve there again")
-}
-
-// hung holds a channel for each folder whose writes hang in a test; it is closed when they end.
-var hung sync.Map
-
-// Hang makes every Replace of a file in dir hang until end is called. It is for tests on fake time, whose
-// clock stands still while a call of the kernel hangs.
-func Hang(dir string) (end func()) {
-	over := make(chan struct{})
-	hung.Store(dir, over)
-	return sync.OnceFunc(func() {
-		hung.Delete(dir)
-		close(over)
-	})
-}
-
-// awaitHang waits for the end of Hang.
-func awaitHang(dir string) {
-	over, _ := hung.Load(dir)
-	if over, is := over.(chan struct{}); is {
-		<-over
-	}
 }
 
 // Log is a file of lines that is bounded: when it has Limit bytes it becomes the older file (its name and

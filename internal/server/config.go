@@ -98,6 +98,7 @@ type Config struct {
 	Network  Network                                 // nil = TCP; else everything but gossip uses it
 	Launcher node.Launcher                           // starts engines; nil = processes
 	Stores   func(cluster.LogStore) cluster.LogStore // wraps the log store of consensus; nil = no wrapper
+	Replace  func(path string, data []byte) error    // writes files that change; nil = diskfile.Replace
 }
 
 // DefaultConfig returns the configuration of `dpserve start` without flags. Only the data dir is missing.

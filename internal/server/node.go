@@ -360,7 +360,7 @@ func (n *Node) openStore(ctx context.Context) error {
 	} else {
 		w, err := cluster.NewWatcher(cluster.WatcherConfig{
 			NodeID: n.cfg.NodeID, ClusterID: n.ident.Cluster, UID: n.ident.UID, DataDir: n.cfg.DataDir,
-			Log:   n.log,
+			Replace: n.cfg.Replace, Log: n.log,
 			Watch: n.leader.Watch, Forward: n.leader.Forward, Resolve: n.peering.Neighbours.Resolve,
 			Unknown: n.nodeMetrics.Unknown,
 		})
@@ -400,14 +400,15 @@ func (n *Node) buildWorker(t *timers) error {
 	factory := replicaFactory(n, t.replica)
 	var err error
 	n.node, err = node.New(node.Config{
-		ID: n.cfg.NodeID, DataDir: n.cfg.DataDir, Executable: n.cfg.Executable, System: n.system,
+		ID: n.cfg.NodeID, DataDir: n.cfg.DataDir, Replace: n.cfg.Replace, Executable: n.cfg.Executable,
+		System:   n.system,
 		Assigner: n.leader, Rand: randomUint64, Timers: t.node, Log: n.log,
 		Launcher: n.cfg.Launcher, Transport: viaProbes(n),
 		Checks:     node.Checks{BindTest: n.cfg.bindTest(), Devices: deviceChecks(n.devices)},
 		NewReplica: func(spec msg.ReplicaSpec) (node.Replica, error) { return factory.New(spec) },
 		Leader:     renewer{n}, Self: n.selfRecord, Trouble: n.warning, Store: n.store,
-		OnLeaseLoss: n.onLeaseLoss(), EngineHost: n.cfg.engineHost(), Advertise: n.cfg.Advertise,
-		Shims: n.shims(),
+		OnLeaseLoss: n.onLeaseLoss(), Shims: n.shims(),
+		Addresses: node.Addresses{EngineHost: n.cfg.engineHost(), Advertise: n.cfg.Advertise},
 	})
 	n.readyNode.Store(n.node)
 	return err

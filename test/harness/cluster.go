@@ -103,6 +103,7 @@ func (c *Cluster) end() {
 	before := len(c.Journal.String())
 	for _, m := range c.peers {
 		m.Disk.Heal()
+		m.Files.Heal()
 	}
 	for _, m := range c.peers {
 		m.stop()

@@ -28,9 +28,10 @@ const afterwards = 30 * time.Second
 // Peer is one node of a Cluster, on a host of its own. Its methods ask this node.
 type Peer struct {
 	*Cluster
-	ID   string
-	Host string // of everything that it binds
-	Disk *Disk  // of its log
+	ID    string
+	Host  string // of everything that it binds
+	Disk  *Disk  // of its log
+	Files *Disk  // of its files that change, with OnDisk
 
 	root          *Cluster
 	config        server.Config
@@ -72,13 +73,16 @@ func (c *Cluster) Grow() *Peer {
 	c.T.Helper()
 	s, i := c.made, len(c.peers)
 	cfg := s.config
-	m := &Peer{ID: "node-" + strconv.Itoa(i+1), Host: "127.0.0." + strconv.Itoa(i+1), Disk: &Disk{}, root: c}
+	m := &Peer{
+		ID: "node-" + strconv.Itoa(i+1), Host: "127.0.0." + strconv.Itoa(i+1), Disk: &Disk{}, Files: &Disk{},
+		root: c,
+	}
 	if s.disk != "" {
 		cfg.DataDir = filepath.Join(s.disk, m.ID)
 	}
 	m.place, m.journalWriter = c.Net.Host(m.Host), &journalWriter{journal: c.Journal}
 	cfg.NodeID, cfg.LogWriter, cfg.Network, cfg.Stores = m.ID, m.journalWriter, m.place, m.Disk.under
-	cfg.Launcher = launcher{c.Engines, m.Host}
+	cfg.Launcher, cfg.Replace = launcher{c.Engines, m.Host}, m.Files.replace
 	if roles := s.roles[i]; len(roles) > 0 {
 		cfg.Roles = roles
 	}

@@ -7,9 +7,10 @@ import (
 	"github.com/hashicorp/raft"
 
 	"github.com/dpserve/dpserve/internal/cluster"
+	"github.com/dpserve/dpserve/internal/diskfile"
 )
 
-// Disk is the disk under the log of one node. Safe for concurrent use.
+// Disk is the disk under the log of one node, or under its files that change. Safe for concurrent use.
 type Disk struct {
 	mu    sync.Mutex
 	until chan struct{} // writes wait for it; nil = they do not
@@ -53,6 +54,11 @@ func (d *Disk) write(do func() error) error {
 		return err
 	}
 	return do()
+}
+
+// replace is diskfile.Replace on the disk.
+func (d *Disk) replace(path string, data []byte) error {
+	return d.write(func() error { return diskfile.Replace(path, data) })
 }
 
 // under puts the disk under a log.

@@ -208,7 +208,7 @@ func TestAWorkersDiskHangs(t *testing.T) {
 		time.Sleep(5 * time.Second)
 		load := ask(t, c.Peer(0), "a", 400*time.Millisecond, 10)
 
-		heal := diskfile.Hang(c.Peer(1).DataDir())
+		c.Peer(1).Files.Hang()
 		deployed(t, c.Peer(0), spread("late", 1, "route_prefix: /late"))
 		time.Sleep(time.Minute)
 		for id, n := range c.List() {
@@ -234,6 +234,6 @@ func TestAWorkersDiskHangs(t *testing.T) {
 		assert.LessOrEqual(t, time.Since(began), 20*time.Second)
 		require.ErrorIs(t, err, diskfile.ErrHangs)
 		require.ErrorContains(t, err, "data dir "+worker.DataDir()+": its disk does not answer")
-		heal()
+		worker.Files.Heal()
 	})
 }
