@@ -19,13 +19,13 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 )
 
-// The tests of this file say how a rank is asked. Each runs for a rank of this node, for one of another node,
-// and for one of another node that serves only HTTP/2. Neither the client nor the rank may see a difference.
+// The tests of this file say how a rank is asked. Each runs for a rank of this node and for one of another
+// node. Neither the client nor the rank may see a difference.
 
 // forEachTransport runs test for near and far ranks.
 func forEachTransport(t *testing.T, test func(t *testing.T, far bool)) {
 	t.Helper()
-	for name, far := range map[string]bool{"near": false, "far": true, "farHTTP2": true} {
+	for name, far := range map[string]bool{"near": false, "far": true} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			test(t, far)

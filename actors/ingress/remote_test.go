@@ -5,7 +5,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -20,7 +19,7 @@ import (
 	"github.com/dpserve/dpserve/internal/rawconn"
 )
 
-// dataPort is another node's data port, over HTTP/2 and HTTP/1.1 on loopback. Its connections are those of a
+// dataPort is another node's data port on loopback. Its connections are those of a
 // node port without TLS.
 type dataPort struct {
 	server *noderpc.DataServer
@@ -42,42 +41,20 @@ func newDataPort(tb testing.TB, f *feed, lease func() bool, admit time.Duration)
 		Feed: portFeed{f}, Caller: func(context.Context) (string, bool) { return "n1", true }, Serves: lease,
 		Log: slog.New(slog.DiscardHandler), Admit: admit,
 	})
-	var err error
-	listeners := map[string]net.Listener{}
-	for _, alpn := range []string{nodeport.Data, nodeport.DataHTTP1} {
-		listeners[alpn], err = (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
-		require.NoError(tb, err)
-	}
-	both := new(http.Protocols)
-	both.SetUnencryptedHTTP2(true)
-	both.SetHTTP1(true)
+	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
+	require.NoError(tb, err)
 	p := &dataPort{server: server, http: &http.Server{
-		Handler: server, Protocols: both, ReadHeaderTimeout: time.Minute,
+		Handler: server, ReadHeaderTimeout: time.Minute,
 		ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError),
-		HTTP2: &http.HTTP2Config{
-			MaxConcurrentStreams: 10_000, MaxReceiveBufferPerStream: 1 << 20,
-			MaxReceiveBufferPerConnection: 64 << 20,
-		},
 	}}
-	for _, l := range listeners {
-		go func() { _ = p.http.Serve(rawListener{l}) }()
-	}
-	onlyHTTP2 := strings.Contains(tb.Name(), "HTTP2") // as an older node
-	way := nodeport.NewTransport(nodeport.Data, func(ctx context.Context, offered ...string) (
-		net.Conn, string, error,
-	) {
-		if onlyHTTP2 {
-			offered = []string{nodeport.Data}
-		}
-		c, err := (&net.Dialer{}).DialContext(ctx, "tcp", listeners[offered[0]].Addr().String())
-		return rawconn.Conn(c), offered[0], err
+	go func() { _ = p.http.Serve(rawListener{l}) }()
+	way := nodeport.NewTransport(func(ctx context.Context) (net.Conn, error) {
+		c, err := (&net.Dialer{}).DialContext(ctx, "tcp", l.Addr().String())
+		return rawconn.Conn(c), err
 	})
-	p.client = noderpc.NewDataClient(func(string) (http.RoundTripper, error) { return way, nil })
-	if !onlyHTTP2 {
-		awaitHTTP1(tb, way)
-	}
+	p.client = noderpc.NewDataClient(func(string) (noderpc.DataTransport, error) { return way, nil })
 	tb.Cleanup(func() {
-		assert.NoError(tb, way.Close())
+		way.Close()
 		assert.NoError(tb, server.Close())
 		assert.NoError(tb, p.http.Close())
 	})
@@ -95,27 +72,8 @@ func (l rawListener) Accept() (net.Conn, error) {
 	return rawconn.Conn(c), nil
 }
 
-// awaitHTTP1 sends requests for no rank until one goes over HTTP/1.1.
-func awaitHTTP1(tb testing.TB, way http.RoundTripper) {
-	tb.Helper()
-	require.Eventually(tb, func() bool {
-		r, err := http.NewRequestWithContext(context.Background(), http.MethodPost, "http://node/none", nil)
-		require.NoError(tb, err)
-		resp, err := way.RoundTrip(r)
-		require.NoError(tb, err)
-		require.NoError(tb, resp.Body.Close())
-		return resp.ProtoMajor == 1
-	}, 5*time.Second, time.Millisecond, "a connection for HTTP/1.1")
-}
-
 // TestFar: for ranks of another node, clients and ranks see the same as for ranks of this node.
-func TestFar(t *testing.T) { testFar(t) }
-
-// TestFarHTTP2: the same with a node that serves only HTTP/2.
-func TestFarHTTP2(t *testing.T) { testFar(t) }
-
-func testFar(t *testing.T) {
-	t.Helper()
+func TestFar(t *testing.T) {
 	for name, test := range map[string]func(t *testing.T){
 		"FS4Answers500": TestFS4EveryReplicaAnswers500, "FS4Refuses": TestFS4EveryReplicaRefuses,
 		"FS6":        TestFS6ClientLeaves,

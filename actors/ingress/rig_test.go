@@ -466,7 +466,7 @@ func demoApp() *app.Application {
 
 // isFar reports whether the ranks of a test's rig are those of another node.
 func isFar(t *testing.T) bool {
-	return strings.HasPrefix(t.Name(), "TestFar/") || strings.HasPrefix(t.Name(), "TestFarHTTP2/")
+	return strings.HasPrefix(t.Name(), "TestFar/")
 }
 
 func newRig(t *testing.T, o options) *rig {

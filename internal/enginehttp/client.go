@@ -44,6 +44,9 @@ type Config struct {
 	MaxIdle int
 	// bytes of an answer's status line and fields, interim answers before it included; 0: 64 KiB
 	MaxHead int
+	// the longest dial of a spare connection: one is dialled in the background when an answer has begun and
+	// no connection waits, so that the next request does not wait for a dial. 0: none is
+	Spare time.Duration
 }
 
 // Client sends requests to one engine. Safe for concurrent use. A goroutine writes a large request, and ends
@@ -54,18 +57,27 @@ type Client struct {
 	dial Dialer
 	pool pool
 	head int          // bytes of an answer's head
-	busy atomic.Int64 // requests whose connection is not given back, and dials of Warm
+	busy atomic.Int64 // requests whose connection is not given back, and dials of spares
+
+	spare      time.Duration
+	life       context.Context //nolint:containedctx // until Close: it ends the dial of a spare
+	end        context.CancelFunc
+	mu         sync.Mutex
+	dialsSpare bool           // at most one at a time; under mu
+	isClosed   bool           // under mu
+	spareDials sync.WaitGroup // added to under mu, not after isClosed
 
 	buffers  sync.Pool // *[]byte of readBuffer
 	requests sync.Pool // *[]byte
 }
 
-// New makes a client; it dials when a request needs it, and in Warm.
+// New makes a client; it dials when a request needs it.
 func New(c Config) *Client {
 	out := &Client{
 		host: withoutZone(c.Host), addr: address(c.Host, cmp.Or(c.Port, "80")), dial: c.Dial,
-		pool: pool{idle: c.Idle, most: c.MaxIdle}, head: c.MaxHead,
+		pool: pool{idle: c.Idle, most: c.MaxIdle}, head: c.MaxHead, spare: c.Spare,
 	}
+	out.life, out.end = context.WithCancel(context.Background())
 	if out.head == 0 {
 		out.head = maxHead
 	}
@@ -97,20 +109,28 @@ func address(host, port string) string {
 // Unused reports that the client holds no connection.
 func (c *Client) Unused() bool { return c.busy.Load() == 0 && c.pool.empty() }
 
-// HasIdle reports that a connection waits for a request.
-func (c *Client) HasIdle() bool { return !c.pool.empty() }
-
-// Warm dials a connection for a later request. The connection waits in the pool like one that has served a
-// request.
-func (c *Client) Warm(ctx context.Context) error {
-	c.busy.Add(1)
-	defer c.busy.Add(-1)
-	n, err := c.dial(ctx, "tcp", c.addr)
-	if err != nil {
-		return err
+// dialSpare dials a connection for the next request in the background. Send calls it when the engine has
+// answered, so that nothing dials an engine that does not answer or gets no requests. A failed dial is not
+// reported, because the next request dials itself.
+func (c *Client) dialSpare() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.isClosed || c.dialsSpare {
+		return
 	}
-	c.Add(n)
-	return nil
+	c.dialsSpare = true
+	c.busy.Add(1)
+	c.spareDials.Go(func() {
+		ctx, cancel := context.WithTimeout(c.life, c.spare)
+		defer cancel()
+		if n, err := c.dial(ctx, "tcp", c.addr); err == nil {
+			c.Add(n)
+		}
+		c.busy.Add(-1)
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.dialsSpare = false
+	})
 }
 
 // Reach dials, and closes the connection: an error says that the engine takes none.
@@ -131,7 +151,14 @@ func (c *Client) Add(n net.Conn) {
 
 // Close closes the waiting connections and keeps none from now on. Requests under way go on; their callers
 // end them. It is idempotent.
-func (c *Client) Close() { c.pool.close() }
+func (c *Client) Close() {
+	c.mu.Lock()
+	c.isClosed = true
+	c.mu.Unlock()
+	c.end()
+	c.spareDials.Wait()
+	c.pool.close()
+}
 
 // Send writes a request and reads the answer's head. target is the path with its query. header and body are
 // only read, and no more once Send has returned. Of header the fields that frame the message or belong to the
@@ -211,7 +238,11 @@ func (c *Client) exchange(ctx context.Context, method string, req, rest []byte, 
 	if err != nil {
 		return nil, c.failed(ctx, x, err)
 	}
-	return x.answer(h, method, whole), nil
+	resp := x.answer(h, method, whole)
+	if c.spare > 0 && c.pool.empty() {
+		c.dialSpare()
+	}
+	return resp, nil
 }
 
 // connect takes a waiting connection, or dials.
@@ -345,7 +376,7 @@ var errClosed = errors.New("read of a closed body")
 // (syscall.ECONNRESET), and is a *net.OpError of op "dial" if no connection came about; after the context's
 // end it is the context's cause.
 type SendError struct {
-	Reused bool // the connection had waited for a request: behind another one, or since Warm
+	Reused bool // the connection had waited for a request: behind another one, or as a spare
 	Begun  bool // a byte of an answer has come
 	// of a Reused connection without an answer: its end was on its way when the request was written, or the
 	// request is Unseen. It may be sent once more

@@ -110,20 +110,6 @@ func TestReuseOverTLS(t *testing.T) {
 	}
 }
 
-// TestWarm: a connection that was dialled ahead serves the next request. A closed client keeps none.
-func TestWarm(t *testing.T) {
-	var conns atomic.Int32
-	c := server(t, func(n int, c *net.TCPConn, r *bufio.Reader) { conns.Add(1); echo(n, c, r) })
-	assert.False(t, c.HasIdle())
-	require.NoError(t, c.Warm(t.Context()))
-	assert.True(t, c.HasIdle())
-	require.NoError(t, outcome(t, c).err)
-	assert.EqualValues(t, 1, conns.Load())
-	c.Close()
-	require.NoError(t, c.Warm(t.Context()))
-	assert.True(t, c.Unused())
-}
-
 // TestConcurrent: answers find their requests, under load, cancels and early closes.
 func TestConcurrent(t *testing.T) {
 	c := server(t, echo)
@@ -591,7 +577,9 @@ func TestUnseen(t *testing.T) {
 				Host: l.Addr().String(), Dial: (&net.Dialer{}).DialContext, Idle: time.Minute, MaxIdle: 8,
 			})
 			defer c.Close()
-			require.NoError(t, c.Warm(t.Context()))
+			waiting, err := c.dial(t.Context(), "tcp", c.addr)
+			require.NoError(t, err)
+			c.Add(waiting)
 			peer := <-conns
 			closed := make(chan struct{})
 			if reads {

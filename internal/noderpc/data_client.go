@@ -1,40 +1,91 @@
 package noderpc
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"net/http"
-	"net/url"
 	"strconv"
 	"strings"
 	"sync"
 	"time"
 
-	"golang.org/x/net/http2"
-
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/enginehttp"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/rankleg"
 )
 
-// dataHost fills the host of the URL: the transport already has the node.
-const dataHost = "data.dpserve"
+// DataTransport is the way to a node's data port: nodeport.Transport.
+type DataTransport interface {
+	// Send posts a request and returns when the head of the answer is here. It reads nothing afterwards.
+	Send(ctx context.Context, path string, header http.Header, body []byte, g enginehttp.Guard,
+	) (*http.Response, error)
+	// Cut ends all requests.
+	Cut()
+}
 
 // DataClient sends requests to the ranks of other nodes. Safe for concurrent use.
 type DataClient struct {
-	transport func(node string) (http.RoundTripper, error)
-	hashes    sync.Pool // *[]byte
+	transport func(node string) (DataTransport, error)
+	bodies    sync.Pool // *[]byte
+
+	mu     sync.Mutex
+	silent map[string]*time.Timer // by node: it runs out when the node's stream is silent
 }
 
 var _ rankleg.Asker = (*DataClient)(nil)
 
-// NewDataClient makes a client. transport returns the way to a node's data port without waiting
-// for the node: the same one until the node moves.
-func NewDataClient(transport func(node string) (http.RoundTripper, error)) *DataClient {
-	c := &DataClient{transport: transport}
-	c.hashes.New = func() any { return new([]byte) }
+// NewDataClient makes a client. transport returns the way to a node's data port without waiting for the node:
+// the same one until the node moves.
+func NewDataClient(transport func(node string) (DataTransport, error)) *DataClient {
+	c := &DataClient{transport: transport, silent: map[string]*time.Timer{}}
+	c.bodies.New = func() any { return new([]byte) }
 	return c
+}
+
+// nodeSilence is how long the stream of a node's ranks may be silent until the requests to the node end. It
+// is longer than the time after which the ranks are out of routing, so that a node that is slow or frozen for
+// a moment gets its streams back.
+const nodeSilence = 8 * time.Second
+
+// Watch returns a node's stream, by whose messages the client knows that the node lives: HTTP/1.1 has no
+// pings.
+func (c *DataClient) Watch(node string, s StreamClient) StreamClient {
+	return &watchedStream{StreamClient: s, heard: func() { c.onHeard(node) }}
+}
+
+// watchedStream tells when a message comes.
+type watchedStream struct {
+	StreamClient
+	heard func()
+}
+
+func (w *watchedStream) Recv() (*dpservev1.Records, error) {
+	m, err := w.StreamClient.Recv()
+	if err == nil {
+		w.heard()
+	}
+	return m, err
+}
+
+func (c *DataClient) onHeard(node string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if t := c.silent[node]; t != nil {
+		t.Reset(nodeSilence)
+		return
+	}
+	c.silent[node] = time.AfterFunc(nodeSilence, func() {
+		c.mu.Lock()
+		delete(c.silent, node)
+		c.mu.Unlock()
+		if t, err := c.transport(node); err == nil {
+			t.Cut()
+		}
+	})
 }
 
 // Ask implements rankleg.Asker. If ctx ends before the answer has begun, the data port returns the ticket.
@@ -80,52 +131,46 @@ func (c *DataClient) roundTrip(
 	if err != nil {
 		return nil, reply, nodeUnreachable(q.Rank.Node, err)
 	}
-	u, mem := c.newUpload(q)
-	resp, err = transport.RoundTrip(u.newRequest(ctx, q, path, servesHTTP1(transport)))
-	u.release()
-	c.hashes.Put(mem)
-	if err != nil {
+	mem, _ := c.bodies.Get().(*[]byte)
+	defer c.keepBody(mem)
+	body, guard := (*mem)[:0], enginehttp.Guard{}
+	if q.Admit != nil {
+		body = appendBlocks(body, q.Admit.Blocks)
+	}
+	if large := q.Body; len(large) > maxCopied || q.Rest != nil {
+		guard = restOf(large, q.Rest)
+	} else {
+		body = append(body, large...)
+	}
+	*mem = body
+	header := writeHead(q, path == holdPath, time.Now())
+	if resp, err = transport.Send(ctx, path, header, body, guard); err != nil {
 		return nil, reply, nodeUnreachable(q.Rank.Node, err)
 	}
 	return readAnswer(ctx, q, resp)
 }
 
-func (c *DataClient) newUpload(q *rankleg.Request) (u *upload, mem *[]byte) {
-	mem, _ = c.hashes.Get().(*[]byte)
-	*mem = (*mem)[:0]
-	if q.Admit != nil {
-		*mem = appendBlocks(*mem, q.Admit.Blocks)
+// maxCopied is the size of a body that is sent in one piece with its hashes. It is copied for that.
+const maxCopied = 256 << 10
+
+// restOf sends a large body, and what follows it, behind the hashes and without a copy.
+func restOf(body []byte, rest rankleg.Rest) enginehttp.Guard {
+	g := enginehttp.Guard{Rest: bytes.NewReader(body), RestSize: int64(len(body)), EndRest: func() {}}
+	if rest != nil {
+		g.Rest, g.EndRest = io.MultiReader(g.Rest, rest), rest.End
+		g.RestSize += rest.Size()
 	}
-	return &upload{parts: [2][]byte{*mem, q.Body}}, mem
+	return g
+}
+
+func (c *DataClient) keepBody(mem *[]byte) {
+	if cap(*mem) <= 2*maxCopied {
+		c.bodies.Put(mem)
+	}
 }
 
 func nodeUnreachable(node string, err error) error {
 	return fmt.Errorf("node %s: %w: %w", node, rankleg.ErrUnreachable, err)
-}
-
-// servesHTTP1 reports that the node is known to serve HTTP/1.1, and so to read dataFields.
-func servesHTTP1(transport http.RoundTripper) bool {
-	t, ok := transport.(interface{ ServesHTTP1() bool })
-	return ok && t.ServesHTTP1()
-}
-
-func (u *upload) newRequest(
-	ctx context.Context, q *rankleg.Request, path string, isPacked bool,
-) *http.Request {
-	r := &http.Request{
-		Method: http.MethodPost, URL: &url.URL{Scheme: "http", Host: dataHost, Path: path}, Host: dataHost,
-		Proto: "HTTP/2.0", ProtoMajor: 2, Header: writeHead(q, path == holdPath, isPacked, time.Now()),
-		ContentLength: int64(u.size()), Body: http.NoBody,
-	}
-	if u.size() > 0 {
-		r.Body, _ = u.open()
-		r.GetBody = u.open // for a connection that was closing: the node has read nothing of the request
-	}
-	if q.Rest != nil {
-		r.Body, r.GetBody = io.NopCloser(io.MultiReader(r.Body, q.Rest)), nil
-		r.ContentLength += q.Rest.Size()
-	}
-	return r.WithContext(ctx)
 }
 
 // readAnswer reads the answer of a data port.
@@ -146,9 +191,6 @@ func readAnswer(
 	}
 	if err := resp.Body.Close(); err != nil || refused {
 		return nil, rep, nil //nolint:nilerr // the body is empty
-	}
-	if len(h[dataMalformed]) > 0 {
-		return nil, rep, fmt.Errorf("node %s: %w", q.Rank.Node, rankleg.ErrMalformed)
 	}
 	return nil, rep, causeError(q.Rank.Node, resp.StatusCode, cause)
 }
@@ -179,6 +221,8 @@ func causeError(node string, status int, cause []string) error {
 		return fmt.Errorf("node %s: %w", node, rankleg.ErrEngineRefused)
 	case causeNoFiles:
 		return fmt.Errorf("node %s: %w", node, rankleg.ErrNoFiles)
+	case causeBadAnswer:
+		return fmt.Errorf("node %s: %w", node, rankleg.ErrMalformed)
 	case causeReset:
 		return fmt.Errorf("node %s: the engine broke off before it answered", node)
 	case causeFirstToken:
@@ -214,7 +258,7 @@ func readReply(q *rankleg.Request, h http.Header) (rep msg.AdmitReply, refused b
 	return rep, false
 }
 
-// answerBody tells an engine that broke off, which the data port reports by a reset or a trailer, from a lost
+// answerBody tells an engine that broke off, which the data port reports by a trailer, from a lost
 // connection.
 type answerBody struct {
 	ctx   context.Context //nolint:containedctx // of the request: its end is not an error of the connection
@@ -238,60 +282,7 @@ func (b *answerBody) Read(p []byte) (int, error) {
 	case b.ctx.Err() != nil:
 		return n, context.Cause(b.ctx)
 	}
-	if _, isReset := errors.AsType[http2.StreamError](err); !isReset {
-		err = nodeUnreachable(b.node, err)
-	}
-	return n, err
+	return n, nodeUnreachable(b.node, err)
 }
 
 func (b *answerBody) Close() error { return b.inner.Close() }
-
-// upload is the body of a request to a data port: chain hashes and the engine's body, whose memory belongs to
-// the caller of Send. The transport may still read after its round trip has ended, so it reads under a lock,
-// and nothing after release.
-type upload struct {
-	mu         sync.Mutex
-	parts      [2][]byte
-	isReleased bool
-}
-
-var errReleased = errors.New("the request is over")
-
-func (u *upload) size() int { return len(u.parts[0]) + len(u.parts[1]) }
-
-// open returns a reader from the beginning.
-func (u *upload) open() (io.ReadCloser, error) { return &uploadReader{upload: u}, nil }
-
-// release ends all reads, so that the memory belongs to the caller again.
-func (u *upload) release() {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	u.isReleased, u.parts = true, [2][]byte{}
-}
-
-type uploadReader struct {
-	upload *upload
-	part   int
-	at     int // in the part
-}
-
-// Read implements io.Reader. It returns io.EOF with the last bytes, so that both are in one frame of HTTP/2.
-func (r *uploadReader) Read(p []byte) (n int, err error) {
-	u := r.upload
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	if u.isReleased {
-		return 0, errReleased
-	}
-	for r.part < len(u.parts) {
-		k := copy(p[n:], u.parts[r.part][r.at:])
-		n, r.at = n+k, r.at+k
-		if r.at < len(u.parts[r.part]) {
-			return n, nil
-		}
-		r.part, r.at = r.part+1, 0
-	}
-	return n, io.EOF
-}
-
-func (r *uploadReader) Close() error { return nil }

@@ -5,13 +5,13 @@ import (
 	"errors"
 	"io"
 	"log/slog"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/asynkron/protoactor-go/actor"
@@ -21,9 +21,10 @@ import (
 	"github.com/dpserve/dpserve/actors/dpserver"
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/engine/openai"
+	"github.com/dpserve/dpserve/internal/enginehttp"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/rankleg"
 )
 
@@ -74,9 +75,8 @@ func TestDataStrangers(t *testing.T) {
 	denied.Store(true)
 	require.ErrorContains(t, g.send(g.dispatch()).err, "denied")
 	assert.Empty(t, g.rank.asked())
-	_, _, err := NewDataClient(func(string) (http.RoundTripper, error) {
-		return nil,
-			errors.New("no such node")
+	_, _, err := NewDataClient(func(string) (DataTransport, error) {
+		return nil, errors.New("no such node")
 	}).Ask(t.Context(), g.dispatch())
 	assert.ErrorIs(t, err, rankleg.ErrUnreachable)
 }
@@ -88,40 +88,69 @@ func TestDataBodyStalls(t *testing.T) {
 		config: func(c *DataConfig) { c.Body = 20 * time.Millisecond },
 	})
 	body, w := io.Pipe()
-	defer w.Close()
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+dataHost+"/v1/completions",
-		body)
-	require.NoError(t, err)
-	d := g.dispatch()
-	req.Header, req.ContentLength = writeHead(d, false, false, time.Now()), 100
 	go func() { _, _ = w.Write([]byte("{")) }()
-	_, err = g.way.RoundTrip(req)
+	_, err := g.way.Send(t.Context(), "/v1/completions", writeHead(g.dispatch(), false, time.Now()), nil,
+		enginehttp.Guard{Rest: body, RestSize: 100, EndRest: func() { _ = w.Close() }})
 	require.Error(t, err)
 	assert.Empty(t, g.rank.asked())
 }
 
-// TestDataBodyStallsHTTP1: so is one over HTTP/1.1.
-func TestDataBodyStallsHTTP1(t *testing.T) {
-	g := newDataRig(t, dataOptions{
-		url:    "http://127.0.0.1:1",
-		config: func(c *DataConfig) { c.Body = 20 * time.Millisecond },
+// silentStream is a stream whose messages a test sends.
+type silentStream struct {
+	StreamClient
+	messages chan *dpservev1.Records
+}
+
+func (s silentStream) Recv() (*dpservev1.Records, error) { return <-s.messages, nil }
+
+// cutTransport counts its cuts.
+type cutTransport struct {
+	DataTransport
+	cuts atomic.Int32
+}
+
+func (c *cutTransport) Cut() { c.cuts.Add(1) }
+
+// TestASilentPeerIsCut: HTTP/1.1 has no pings. The requests to a node end when the stream of its ranks has
+// been silent for 8 s, those of an ingress 5 s after its last stream has ended.
+func TestASilentPeerIsCut(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var way cutTransport
+		c := NewDataClient(func(string) (DataTransport, error) { return &way, nil })
+		s := silentStream{messages: make(chan *dpservev1.Records, 1)}
+		for range 2 {
+			watched := c.Watch("n2", s)
+			for range 3 {
+				s.messages <- &dpservev1.Records{}
+				_, err := watched.Recv()
+				require.NoError(t, err)
+				time.Sleep(nodeSilence - 1)
+			}
+		}
+		assert.Zero(t, way.cuts.Load())
+		time.Sleep(1)
+		synctest.Wait()
+		assert.EqualValues(t, 1, way.cuts.Load())
+		assert.Empty(t, c.silent)
+
+		server := &DataServer{open: map[*dataRequest]struct{}{}, streams: map[string]int{}}
+		begin := func(ingress string) context.Context {
+			ctx, cancel := context.WithCancelCause(t.Context())
+			rc := http.NewResponseController(httptest.NewRecorder())
+			server.open[&dataRequest{ingress: ingress, cancel: cancel, rc: rc}] = struct{}{}
+			return ctx
+		}
+		gone, back := begin("gone"), begin("back")
+		for _, ingress := range []string{"gone", "back"} {
+			server.countStream(ingress, 1)
+			server.countStream(ingress, -1)
+		}
+		server.countStream("back", 1)
+		time.Sleep(ingressGone)
+		synctest.Wait()
+		assert.ErrorIs(t, context.Cause(gone), errIngressGone)
+		assert.NoError(t, back.Err())
 	})
-	c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", g.addr[nodeport.DataHTTP1])
-	require.NoError(t, err)
-	defer c.Close()
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+dataHost+"/v1/completions",
-		nil)
-	require.NoError(t, err)
-	req.Header = writeHead(g.dispatch(), false, true, time.Now())
-	req.Header["Content-Length"] = []string{"100"}
-	var head strings.Builder
-	require.NoError(t, req.Header.Write(&head))
-	_, err = io.WriteString(c, "POST /v1/completions HTTP/1.1\r\nHost: n\r\n"+head.String()+"\r\n{")
-	require.NoError(t, err)
-	require.NoError(t, c.SetReadDeadline(time.Now().Add(5*time.Second)))
-	_, err = c.Read(make([]byte, 1))
-	require.ErrorIs(t, err, io.EOF)
-	assert.Empty(t, g.rank.asked())
 }
 
 // TestDataSlowReaders: 64 stalled readers do not stop one that reads.
@@ -223,70 +252,22 @@ func TestDataConcurrent(t *testing.T) {
 	wg.Wait()
 }
 
-// TestDataHTTP1: over HTTP/1.1 all is as over HTTP/2.
-func TestDataHTTP1(t *testing.T) {
-	for name, test := range map[string]func(t *testing.T){
-		"Stream":         TestDataStream,
-		"ChunkByChunk":   TestDataChunkByChunk,
-		"WholeAndErrors": TestDataWholeAndErrors,
-		"UnknownLength":  TestDataUnknownLength, "CutWhole": TestDataCutWhole,
-		"Admission":     TestDataAdmission,
-		"EngineHeader":  TestDataEngineHeader,
-		"Addressing":    TestDataAddressing,
-		"Refusals":      TestDataRefusals,
-		"UnknownRank":   TestDataUnknownRank,
-		"Mailbox":       TestDataMailbox,
-		"EngineLost":    TestDataEngineLost,
-		"Resend":        TestDataResend,
-		"FirstToken":    TestDataFirstToken,
-		"Cut":           TestDataCut,
-		"NodeLost":      TestDataNodeLost,
-		"Cancel":        TestDataCancel,
-		"Hold":          TestDataHold,
-		"NoTicket":      TestDataNoTicket,
-		"Lease":         TestDataLease,
-		"Strangers":     TestDataStrangers,
-		"BodyStalls":    TestDataBodyStalls,
-		"SlowReaders":   TestDataSlowReaders,
-		"Close":         TestDataClose,
-		"CloseStuck":    TestDataCloseStuck,
-		"Concurrent":    TestDataConcurrent,
-		"IngressKilled": TestDataIngressKilled,
-	} {
-		t.Run(name, test)
-	}
-}
-
-// TestUploadAfterRelease: a transport that still reads gets no bytes.
-func TestUploadAfterRelease(t *testing.T) {
-	u := &upload{parts: [2][]byte{[]byte("ab"), []byte("cde")}}
-	r, err := u.open()
-	require.NoError(t, err)
-	b, err := io.ReadAll(io.LimitReader(r, 3))
-	require.NoError(t, err)
-	assert.Equal(t, "abc", string(b))
-	again, err := u.open()
-	require.NoError(t, err)
-	all, err := io.ReadAll(again)
-	require.NoError(t, err)
-	assert.Equal(t, "abcde", string(all))
-	u.release()
-	_, err = r.Read(b)
-	require.ErrorIs(t, err, errReleased)
-}
-
 // FuzzDataHead: no header breaks the reader, and accepted values are within bounds.
 func FuzzDataHead(f *testing.F) {
 	f.Add("demo", "demo/0", "0/1", "both", "17", "40", "3", "1", "/v1/completions")
 	f.Add("demo", "demo/0", "0/1", "held", "17", "40", "0", "0", "/v1/completions")
 	f.Add("", "x", "65536/1", "hold", "-1", "4294967296", "", "9", "/x")
 	f.Fuzz(func(t *testing.T, app, unit, rank, class, req, tokens, blocks, hits, path string) {
-		h := http.Header{
-			dataApp: {app}, dataUnit: {unit}, dataRank: {rank}, dataClass: {class}, dataReq: {req},
-			dataTokens: {tokens}, dataBlocks: {blocks},
-			dataHitBlocks: {hits}, dataIngress: {app}, dataDeadline: {tokens}, dataFirstToken: {req},
-			dataSession: {req}, dataInc: {req}, dataOnce: {"1"}, dataWriteBy: {tokens},
+		var w fieldWriter
+		for _, f := range [][2]string{
+			{fieldApp, app}, {fieldUnit, unit}, {fieldRank, rank}, {fieldClass, class}, {fieldReq, req},
+			{fieldTokens, tokens}, {fieldBlocks, blocks}, {fieldHitBlocks, hits}, {fieldIngress, app},
+			{fieldDeadline, tokens}, {fieldFirstToken, req}, {fieldSession, req}, {fieldInc, req},
+			{fieldOnce, "1"}, {fieldWriteBy, tokens},
+		} {
+			w.set(f[0], f[1])
 		}
+		h := http.Header{dataFields: {string(w)}}
 		d, err := readHead(h, path, time.Unix(0, 0))
 		if err != nil {
 			return
@@ -311,13 +292,10 @@ func FuzzDataHead(f *testing.F) {
 				again.Admit.Hit, d.admit.HitBlocks = 0, 0
 			}
 		}
-		for _, isPacked := range []bool{false, true} {
-			h := writeHead(again, class == classHold, isPacked, time.Unix(0, 0))
-			back, err := readHead(h, path, time.Unix(0, 0))
-			require.NoError(t, err)
-			back.admit.Blocks = d.admit.Blocks
-			assert.Equal(t, d, back)
-		}
+		back, err := readHead(writeHead(again, class == classHold, time.Unix(0, 0)), path, time.Unix(0, 0))
+		require.NoError(t, err)
+		back.admit.Blocks = d.admit.Blocks
+		assert.Equal(t, d, back)
 	})
 }
 

@@ -21,6 +21,9 @@ type dataRequest struct {
 	r      *http.Request
 	cancel context.CancelCauseFunc
 
+	ingress   string // the node that sent it
+	isIngress bool
+
 	upload      *requestBody // nil after releaseBody
 	isBodyFree  bool         // no other goroutine reads upload
 	head        *dataHead
@@ -31,11 +34,10 @@ type dataRequest struct {
 	deadlineSet time.Time  // when the write deadline was set last
 }
 
-// run serves the request. It returns false if the stream must be reset instead of ended.
+// run serves the request. It returns false if the connection must be broken instead of the answer ended.
 func (p *dataRequest) run(ctx context.Context) (clean bool) {
 	s := p.server
-	node, ok := s.caller(ctx)
-	if !ok {
+	if !p.isIngress {
 		return p.answerError(http.StatusForbidden, causeDenied)
 	}
 	p.begun = time.Now()
@@ -43,7 +45,7 @@ func (p *dataRequest) run(ctx context.Context) (clean bool) {
 	switch {
 	case err != nil:
 		return p.answerError(http.StatusBadRequest, causeMalformed)
-	case (head.class == classBoth || head.class == classHold) && head.admit.Ingress != node:
+	case (head.class == classBoth || head.class == classHold) && head.admit.Ingress != p.ingress:
 		return p.answerError(http.StatusForbidden, causeDenied)
 	}
 	if !s.takeLarge(p.r.ContentLength) {
@@ -56,6 +58,7 @@ func (p *dataRequest) run(ctx context.Context) (clean bool) {
 	case err != nil:
 		return false
 	}
+	var ok bool
 	if p.upload.blocks, p.body, ok = takeBlocks(p.upload.blocks[:0], p.upload.b, head.blocks); !ok {
 		return p.answerError(http.StatusBadRequest, causeMalformed)
 	}
@@ -63,9 +66,9 @@ func (p *dataRequest) run(ctx context.Context) (clean bool) {
 	return p.serve(ctx)
 }
 
-// cut ends the request because the port closes.
-func (p *dataRequest) cut() {
-	p.cancel(errClosing)
+// cut ends the request.
+func (p *dataRequest) cut(why error) {
+	p.cancel(why)
 	_ = p.rc.SetWriteDeadline(time.Now()) // it also ends a write to a stalled reader
 }
 
@@ -204,8 +207,7 @@ func (p *dataRequest) answerFailure(ctx context.Context, err error, resent bool)
 	case errors.Is(err, rankleg.ErrNotResent):
 		return p.answerEngineError(causeNotResent, resent)
 	case rankleg.IsMalformed(err):
-		p.w.Header()[dataMalformed] = []string{"1"}
-		return p.answerEngineError(causeReset, resent)
+		return p.answerEngineError(causeBadAnswer, resent)
 	default:
 		return p.answerEngineError(causeReset, resent)
 	}
@@ -246,20 +248,11 @@ func (p *dataRequest) relay(resp *http.Response) (hasBegun, clean bool) {
 		case isEnd:
 			return true, true
 		case err != nil:
-			return true, p.endBroken()
+			p.w.Header()[http.TrailerPrefix+dataBroken] = []string{"1"}
+			return true, true
 		}
 		hasBegun = true
 	}
-}
-
-// endBroken ends an answer whose engine broke off. HTTP/1.1 has no reset of one request, and the end of the
-// connection would be the node's fault.
-func (p *dataRequest) endBroken() (clean bool) {
-	if p.r.ProtoMajor > 1 {
-		return false
-	}
-	p.w.Header()[http.TrailerPrefix+dataBroken] = []string{"1"}
-	return true
 }
 
 func (p *dataRequest) write(b []byte) bool {
@@ -362,11 +355,14 @@ func (p *dataRequest) setTicketHeader(h http.Header) {
 	if p.ticket.ID == 0 {
 		return
 	}
-	f := headerWriter{header: h, values: make([]string, 0, 4)}
-	f.number(dataTicket, p.ticket.ID)
-	f.number(dataSeq, p.ticket.Seq)
-	f.number(dataInc, p.ticket.Incarnation)
-	f.number(dataEpoch, p.ticket.Epoch)
+	t, values := &p.ticket, make([]string, 4) // one allocation
+	for i, f := range [...]struct {
+		name string
+		n    uint64
+	}{{dataTicket, t.ID}, {dataSeq, t.Seq}, {dataInc, t.Incarnation}, {dataEpoch, t.Epoch}} {
+		values[i] = strconv.FormatUint(f.n, 10)
+		h[f.name] = values[i : i+1 : i+1]
+	}
 }
 
 func markResent(h http.Header, resent bool) {
@@ -381,7 +377,7 @@ func (p *dataRequest) copyEngineHeader(engine http.Header, resent bool) {
 	h := p.w.Header()
 	h["Date"], h["Content-Type"] = nil, nil
 	rankleg.CopyHeader(h, engine, func(name string) bool { return strings.HasPrefix(name, dataPrefix) })
-	if length, ok := h["Content-Length"]; ok && p.r.ProtoMajor == 1 {
+	if length, ok := h["Content-Length"]; ok {
 		delete(h, "Content-Length")
 		h[dataLength] = length
 	}

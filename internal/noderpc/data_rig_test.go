@@ -107,8 +107,7 @@ func (r *dataMailbox) done() []msg.Done {
 	return append([]msg.Done(nil), r.dones...)
 }
 
-// dataRig is a data port with one rank, its engine, and a client of another node on loopback: over HTTP/1.1
-// in the tests of TestDataHTTP1, else over HTTP/2.
+// dataRig is a data port with one rank, its engine, and a client of another node on loopback.
 type dataRig struct {
 	t      *testing.T
 	feed   *dataFeed
@@ -116,18 +115,14 @@ type dataRig struct {
 	server *DataServer
 	http   *http.Server
 	client *DataClient
-	way    http.RoundTripper
-	leave  func()            // closes way
-	addr   map[string]string // by protocol
-	target msg.Target        // of the rank
+	way    *nodeport.Transport
+	addr   string
+	target msg.Target // of the rank
 }
 
 const (
 	dataTestNode = "n2"
 	ticketID     = 77
-
-	// bytes a stream may hold back at the client; small, so that tests fill it soon
-	dataTestWindow = 256 << 10
 )
 
 // dataOptions change a rig before it starts.
@@ -167,7 +162,7 @@ func newDataRig(t *testing.T, o dataOptions) *dataRig {
 	g.serve()
 	g.connect()
 	t.Cleanup(func() {
-		g.leave()
+		g.way.Close()
 		require.NoError(t, g.server.Close())
 		require.NoError(t, g.http.Close())
 	})
@@ -183,67 +178,24 @@ func (g *dataRig) snapshot(epoch, incarnation uint64, target msg.Target) {
 }
 
 func (g *dataRig) serve() {
-	p := new(http.Protocols)
-	p.SetUnencryptedHTTP2(true)
-	p.SetHTTP1(true)
 	g.http = &http.Server{
-		Handler: g.server, Protocols: p, ReadHeaderTimeout: time.Minute,
+		Handler: g.server, ReadHeaderTimeout: time.Minute,
 		ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError),
-		HTTP2: &http.HTTP2Config{
-			MaxConcurrentStreams: 10_000, MaxReceiveBufferPerStream: 1 << 20,
-			MaxReceiveBufferPerConnection: 64 << 20,
-		},
 	}
-	g.addr = map[string]string{}
-	for _, alpn := range []string{nodeport.Data, nodeport.DataHTTP1} {
-		l, err := (&net.ListenConfig{}).Listen(g.t.Context(), "tcp", "127.0.0.1:0")
-		require.NoError(g.t, err)
-		g.addr[alpn] = l.Addr().String()
-		go func() { _ = g.http.Serve(l) }()
-	}
+	l, err := (&net.ListenConfig{}).Listen(g.t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(g.t, err)
+	g.addr = l.Addr().String()
+	go func() { _ = g.http.Serve(l) }()
 }
 
 func (g *dataRig) connect() {
-	if strings.HasPrefix(g.t.Name(), "TestDataHTTP1/") {
-		g.connectHTTP1()
-	} else {
-		g.connectHTTP2()
-	}
-	g.client = NewDataClient(func(node string) (http.RoundTripper, error) {
+	g.way = nodeport.NewTransport(func(ctx context.Context) (net.Conn, error) {
+		return (&net.Dialer{}).DialContext(ctx, "tcp", g.addr)
+	})
+	g.client = NewDataClient(func(node string) (DataTransport, error) {
 		assert.Equal(g.t, dataTestNode, node)
 		return g.way, nil
 	})
-}
-
-func (g *dataRig) connectHTTP2() {
-	p := new(http.Protocols)
-	p.SetUnencryptedHTTP2(true)
-	way := &http.Transport{
-		Protocols: p, HTTP2: &http.HTTP2Config{MaxReceiveBufferPerStream: dataTestWindow},
-		DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
-			return (&net.Dialer{}).DialContext(ctx, network, g.addr[nodeport.Data])
-		},
-	}
-	g.way, g.leave = way, way.CloseIdleConnections
-}
-
-// connectHTTP1 returns when a connection for HTTP/1.1 waits.
-func (g *dataRig) connectHTTP1() {
-	way := nodeport.NewTransport(nodeport.Data, func(ctx context.Context, offered ...string) (
-		net.Conn, string, error,
-	) {
-		c, err := (&net.Dialer{}).DialContext(ctx, "tcp", g.addr[offered[0]])
-		return c, offered[0], err
-	})
-	g.way, g.leave = way, func() { assert.NoError(g.t, way.Close()) }
-	dataEventually(g.t, func() bool {
-		r, err := http.NewRequestWithContext(g.t.Context(), http.MethodPost, "http://node/none", nil)
-		require.NoError(g.t, err)
-		resp, err := way.RoundTrip(r)
-		require.NoError(g.t, err)
-		require.NoError(g.t, resp.Body.Close())
-		return resp.ProtoMajor == 1
-	}, "a connection for HTTP/1.1")
 }
 
 // dispatch is a plain request, which tests modify.

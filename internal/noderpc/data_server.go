@@ -11,7 +11,10 @@ import (
 	"sync/atomic"
 	"time"
 
+	"google.golang.org/grpc"
+
 	"github.com/dpserve/dpserve/actors/msg"
+	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -51,6 +54,7 @@ type DataServer struct {
 	mu      sync.Mutex
 	closed  bool
 	open    map[*dataRequest]struct{} // running requests; Close cuts them
+	streams map[string]int            // of the ranks, by the ingress that reads them
 	running sync.WaitGroup            // the same
 	cancel  func()
 }
@@ -66,7 +70,7 @@ func NewDataServer(c DataConfig) *DataServer {
 		}, c.Dial, c.Serves),
 	}
 	s.largeLimit = cmp.Or(c.LargeBodies, min(largeBodies, debug.SetMemoryLimit(-1)/4))
-	s.table, s.open = newDataTable(s.log), map[*dataRequest]struct{}{}
+	s.table, s.open, s.streams = newDataTable(s.log), map[*dataRequest]struct{}{}, map[string]int{}
 	s.uploads.New = func() any { return &requestBody{most: cmp.Or(c.MaxBody, maxDataBody)} }
 	s.buffers.New = func() any { b := make([]byte, relayBuffer); return &b }
 	s.cancel = c.Feed.Subscribe(s.table)
@@ -79,7 +83,7 @@ func (s *DataServer) Close() error {
 	first := !s.closed
 	s.closed = true
 	for p := range s.open {
-		p.cut()
+		p.cut(errClosing)
 	}
 	s.mu.Unlock()
 	if first {
@@ -108,8 +112,50 @@ func (s *DataServer) endRequest(p *dataRequest) {
 	s.running.Done()
 }
 
-// errClosing is the cause with which Close ends running requests.
-var errClosing = errors.New("the data port is closing")
+// Causes of the end of a running request.
+var (
+	errClosing     = errors.New("the data port is closing")
+	errIngressGone = errors.New("the ingress reads the ranks' stream no more")
+)
+
+// Watch returns the server of the ranks' streams, by which the port knows that an ingress lives: HTTP/1.1 has
+// no pings. Requests of an ingress that has had no stream for ingressGone are cut.
+func (s *DataServer) Watch(streams dpservev1.ReplicaServer) dpservev1.ReplicaServer {
+	return watchedStreams{streams, s}
+}
+
+type watchedStreams struct {
+	dpservev1.ReplicaServer
+	data *DataServer
+}
+
+func (w watchedStreams) Subscribe(
+	stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records],
+) error {
+	if ingress, ok := w.data.caller(stream.Context()); ok {
+		w.data.countStream(ingress, 1)
+		defer w.data.countStream(ingress, -1)
+	}
+	return w.ReplicaServer.Subscribe(stream)
+}
+
+func (s *DataServer) countStream(ingress string, n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.streams[ingress] += n; s.streams[ingress] > 0 {
+		return
+	}
+	delete(s.streams, ingress)
+	time.AfterFunc(ingressGone, func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		for p := range s.open {
+			if p.ingress == ingress && s.streams[ingress] == 0 {
+				p.cut(errIngressGone)
+			}
+		}
+	})
+}
 
 // ServeHTTP implements http.Handler.
 func (s *DataServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -118,6 +164,7 @@ func (s *DataServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	p := &dataRequest{
 		server: s, w: w, rc: http.NewResponseController(w), r: r, cancel: cancel, isBodyFree: true,
 	}
+	p.ingress, p.isIngress = s.caller(ctx)
 	if !s.beginRequest(p) {
 		panic(http.ErrAbortHandler)
 	}
@@ -162,6 +209,7 @@ func (s *DataServer) recycle(in *requestBody) {
 const (
 	defaultAdmit = 5 * time.Second
 	defaultBody  = 30 * time.Second
+	ingressGone  = 5 * time.Second
 	lateTicket   = 10 * time.Second // for the ticket of a request that has ended, to give it back
 	// for one write; longer than an ingress gives its clients, so that the ingress names the cause
 	stuckWrite = 90 * time.Second

@@ -20,42 +20,41 @@ import (
 const (
 	dataPrefix = rankleg.OwnPrefix
 
-	dataApp        = "Dpserve-App"
-	dataUnit       = "Dpserve-Unit"
-	dataRank       = "Dpserve-Rank" // GROUP/RANK
-	dataClass      = "Dpserve-Class"
-	dataIngress    = "Dpserve-Ingress"
-	dataReq        = "Dpserve-Req"
-	dataTokens     = "Dpserve-Tokens"    //nolint:gosec // a field's name
-	dataEstimated  = "Dpserve-Estimated" // 1: Tokens is estimated as bytes / k
-	dataWhole      = "Dpserve-Whole"     // 1: the answer comes as a whole
-	dataWeight     = "Dpserve-Weight"    // sequences, if more than one
-	dataHit        = "Dpserve-Hit"
-	dataHitBlocks  = "Dpserve-Hit-Blocks"
-	dataBlocks     = "Dpserve-Blocks"         // number of hashes before the body, 8 bytes each, little endian
-	dataSession    = "Dpserve-Session-Key"    // a hash
-	dataDeadline   = "Dpserve-Deadline-Ms"    // the time left, because the clocks differ
-	dataFirstToken = "Dpserve-First-Token-Ms" // the time left for the engine's header
-	dataOnce       = "Dpserve-Once"           // 1: the request is not sent twice to the engine
-	dataWriteBy    = "Dpserve-Write-By-Ms"    // the time in which the request may be written to the engine
+	dataFields = "Dpserve-Fields" // of a request: all its fields in one, because each has its price
 
 	dataRefused = "Dpserve-Refused" // answer: the reason why there is no ticket
 	dataCause   = "Dpserve-Cause"   // answer: the reason why there is no answer of the engine
-	dataEpoch   = "Dpserve-Epoch"   // of the request, and of an answer
+	dataEpoch   = "Dpserve-Epoch"
 	dataSeq     = "Dpserve-Seq"
 	dataTicket  = "Dpserve-Ticket"
-	dataInc     = "Dpserve-Incarnation" // of an answer, and of a request in classHeld
+	dataInc     = "Dpserve-Incarnation"
 	dataResent  = "Dpserve-Resent"
-	// with the cause reset, because older nodes read only the cause
-	dataMalformed = "Dpserve-Malformed"
+	dataLength  = "Dpserve-Length" // the engine's Content-Length: every answer with a body is chunked
+	dataBroken  = "Dpserve-Broken" // trailer: the body is not whole, because the engine broke off
+)
 
-	// All fields of a request in one, as NAME=VALUE; without the prefix, because each field has its price.
-	// Nodes that serve HTTP/1.1 read it.
-	dataFields = "Dpserve-Fields"
-
-	// over HTTP/1.1, where every answer with a body is chunked
-	dataLength = "Dpserve-Length" // the engine's Content-Length
-	dataBroken = "Dpserve-Broken" // trailer: the body is not whole, because the engine broke off
+// The fields of a request, in dataFields.
+const (
+	fieldApp        = "app"
+	fieldUnit       = "unit"
+	fieldRank       = "rank" // GROUP/RANK
+	fieldClass      = "class"
+	fieldIngress    = "ingress"
+	fieldReq        = "req"
+	fieldEpoch      = "epoch"
+	fieldInc        = "inc" // of the rank, in classHeld
+	fieldTokens     = "tokens"
+	fieldEstimated  = "estimated" // 1: the tokens are estimated as bytes / k
+	fieldWhole      = "whole"     // 1: the answer comes as a whole
+	fieldWeight     = "weight"    // sequences, if more than one
+	fieldHit        = "hit"
+	fieldHitBlocks  = "hit-blocks"
+	fieldBlocks     = "blocks"         // number of hashes before the body, 8 bytes each, little endian
+	fieldSession    = "session"        // a hash
+	fieldDeadline   = "deadline-ms"    // the time left, because the clocks differ
+	fieldFirstToken = "first-token-ms" // the time left for the engine's header
+	fieldOnce       = "once"           // 1: the request is not sent twice to the engine
+	fieldWriteBy    = "write-by-ms"    // the time in which the request may be written to the engine
 )
 
 // holdPath is the path of a request for a ticket alone.
@@ -76,10 +75,11 @@ const (
 const (
 	causeRefused    = "refused"     // the engine took no connection
 	causeNoFiles    = "no_files"    // this node has no file left for a connection
+	causeBadAnswer  = "bad_answer"  // the engine's answer is no well-formed HTTP
 	causeReset      = "reset"       // the engine broke off before it answered
 	causeFirstToken = "first_token" // its head did not come in time
 	causeTooLate    = "too_late"    // the time to write the request was over: nothing was written
-	causeNotResent  = "not_resent"  // the engine had closed the idle connection, and dataOnce was set
+	causeNotResent  = "not_resent"  // the engine had closed the idle connection, and the request is sent once
 	causeDenied     = "denied"      // the caller may not send this request
 	causeMalformed  = "malformed"
 	causeTooLarge   = "too_large"
@@ -91,9 +91,8 @@ const (
 	maxDataBlocks = 1 << 20 // chain hashes of a prompt
 	hashBytes     = 8
 
-	usualFields = 12 // of a request; more cost an allocation
-	usualPacked = 256
-	maxPacked   = 32 // fields in one
+	usualFields = 256 // bytes of dataFields; more cost an allocation
+	maxFields   = 32
 )
 
 // dataHead is the content of a request's header.
@@ -112,52 +111,37 @@ type dataHead struct {
 	writeBy     time.Duration // 0: no bound
 }
 
-// writeHead writes a request for a rank into the header of its HTTP request. The engine's fields share their
-// values with q. isPacked puts the port's own fields into one.
-func writeHead(q *rankleg.Request, isHold, isPacked bool, now time.Time) http.Header {
-	f := headerWriter{isPacked: isPacked && canBePacked(q)}
-	n := usualFields
-	if f.isPacked {
-		n = 1
-		f.packed = make([]byte, 0, usualPacked)
-	}
-	h := make(http.Header, len(q.Header)+n)
+// writeHead writes a request for a rank into the header of its HTTP request: the port's own fields in one.
+// The engine's fields share their values with q.
+func writeHead(q *rankleg.Request, isHold bool, now time.Time) http.Header {
+	h := make(http.Header, len(q.Header)+1)
 	for name, values := range q.Header {
 		if !strings.HasPrefix(name, dataPrefix) {
 			h[name] = values
 		}
 	}
-	f.header, f.values = h, make([]string, 0, n)
-	f.set(dataApp, q.Rank.App)
-	f.set(dataUnit, q.Rank.Unit)
-	f.set(dataRank, q.Rank.ID.String())
-	f.set(dataClass, classOf(q, isHold))
+	f := fieldWriter(make([]byte, 0, usualFields))
+	f.set(fieldApp, q.Rank.App)
+	f.set(fieldUnit, q.Rank.Unit)
+	f.set(fieldRank, q.Rank.ID.String())
+	f.set(fieldClass, classOf(q, isHold))
 	if q.FirstToken > 0 {
-		f.duration(dataFirstToken, q.FirstToken)
+		f.duration(fieldFirstToken, q.FirstToken)
 	}
 	if q.Admit != nil {
 		f.admit(q.Admit, now)
 	}
 	if q.IsHeld {
-		f.number(dataInc, q.Rank.Incarnation)
+		f.number(fieldInc, q.Rank.Incarnation)
 	}
 	if q.Guard != nil {
-		f.set(dataOnce, "1")
+		f.set(fieldOnce, "1")
 		if q.Guard.TimeLeft != nil {
-			f.duration(dataWriteBy, q.Guard.TimeLeft())
+			f.duration(fieldWriteBy, q.Guard.TimeLeft())
 		}
 	}
-	if f.isPacked {
-		f.isPacked = false
-		f.set(dataFields, string(f.packed))
-	}
+	h[dataFields] = []string{string(f)}
 	return h
-}
-
-// canBePacked reports that no name holds the character that ends a field.
-func canBePacked(q *rankleg.Request) bool {
-	return strings.IndexByte(q.Rank.App, ';') < 0 && strings.IndexByte(q.Rank.Unit, ';') < 0 &&
-		(q.Admit == nil || strings.IndexByte(q.Admit.Ingress, ';') < 0)
 }
 
 func classOf(q *rankleg.Request, isHold bool) string {
@@ -173,116 +157,91 @@ func classOf(q *rankleg.Request, isHold bool) string {
 	}
 }
 
-// headerWriter sets header fields whose values share one array, or packs them.
-type headerWriter struct {
-	header   http.Header
-	values   []string
-	isPacked bool
-	packed   []byte
+// fieldWriter writes fields as NAME=VALUE and a semicolon, which no name of an application, a unit or a node
+// has.
+type fieldWriter []byte
+
+func (f *fieldWriter) set(name, value string) {
+	*f = append(append(append(append(*f, name...), '='), value...), ';')
 }
 
-func (f *headerWriter) set(name, value string) {
-	if f.isPacked {
-		f.packed = append(append(append(append(f.packed, name[len(dataPrefix):]...), '='), value...), ';')
-		return
-	}
-	n := len(f.values)
-	f.values = append(f.values, value)
-	f.header[name] = f.values[n : n+1 : n+1]
+func (f *fieldWriter) number(name string, n uint64) {
+	*f = append(strconv.AppendUint(append(append(*f, name...), '='), n, 10), ';')
 }
 
-func (f *headerWriter) number(name string, n uint64) {
-	if f.isPacked {
-		f.packed = append(append(f.packed, name[len(dataPrefix):]...), '=')
-		f.packed = append(strconv.AppendUint(f.packed, n, 10), ';')
-		return
-	}
-	f.set(name, strconv.FormatUint(n, 10))
-}
+func (f *fieldWriter) count(name string, n int) { f.number(name, uint64(max(n, 0))) }
 
-func (f *headerWriter) count(name string, n int) { f.number(name, uint64(max(n, 0))) }
-
-func (f *headerWriter) duration(name string, d time.Duration) {
+func (f *fieldWriter) duration(name string, d time.Duration) {
 	f.count(name, int(max(d.Round(time.Millisecond)/time.Millisecond, 1)))
 }
 
-func (f *headerWriter) admit(m *msg.Admit, now time.Time) {
-	f.set(dataIngress, m.Ingress)
-	f.number(dataReq, m.ReqID)
-	f.number(dataEpoch, m.Epoch)
-	f.count(dataTokens, m.Tokens)
+func (f *fieldWriter) admit(m *msg.Admit, now time.Time) {
+	f.set(fieldIngress, m.Ingress)
+	f.number(fieldReq, m.ReqID)
+	f.number(fieldEpoch, m.Epoch)
+	f.count(fieldTokens, m.Tokens)
 	if m.Estimated {
-		f.set(dataEstimated, "1")
+		f.set(fieldEstimated, "1")
 	}
 	if m.Whole {
-		f.set(dataWhole, "1")
+		f.set(fieldWhole, "1")
 	}
 	if m.Weight > 1 {
-		f.count(dataWeight, m.Weight)
+		f.count(fieldWeight, m.Weight)
 	}
 	if len(m.Blocks) > 0 {
-		f.count(dataHit, m.Hit)
-		f.count(dataHitBlocks, m.HitBlocks)
-		f.count(dataBlocks, len(m.Blocks))
+		f.count(fieldHit, m.Hit)
+		f.count(fieldHitBlocks, m.HitBlocks)
+		f.count(fieldBlocks, len(m.Blocks))
 	}
 	if m.Session != 0 {
-		f.number(dataSession, m.Session)
+		f.number(fieldSession, m.Session)
 	}
 	if !m.Deadline.IsZero() {
-		f.duration(dataDeadline, m.Deadline.Sub(now))
+		f.duration(fieldDeadline, m.Deadline.Sub(now))
 	}
 }
 
-// headerReader reads fields of a header and keeps the first error.
-type headerReader struct {
-	header   http.Header
-	isPacked bool // the header has dataFields
-	packed   [maxPacked]packedField
-	n        int // of packed
-	err      error
+// fieldReader reads the fields of a request and keeps the first error.
+type fieldReader struct {
+	fields [maxFields]field
+	n      int // of fields
+	err    error
 }
 
-// packedField is a field of dataFields. The name has no prefix.
-type packedField struct{ name, value string }
+type field struct{ name, value string }
 
-// unpack reads dataFields if the header has it.
-func (r *headerReader) unpack() {
-	v := r.header[dataFields]
-	if len(v) == 0 {
+// unpack reads dataFields.
+func (r *fieldReader) unpack(h http.Header) {
+	v := h[dataFields]
+	if len(v) != 1 {
+		r.fail(dataFields)
 		return
 	}
-	r.isPacked = true
 	for rest := v[0]; rest != ""; {
-		var field string
-		field, rest, _ = strings.Cut(rest, ";")
-		name, value, ok := strings.Cut(field, "=")
-		if !ok || r.n == maxPacked {
+		var next string
+		next, rest, _ = strings.Cut(rest, ";")
+		name, value, ok := strings.Cut(next, "=")
+		if !ok || r.n == maxFields {
 			r.fail(dataFields)
 			return
 		}
-		r.packed[r.n] = packedField{name, value}
+		r.fields[r.n] = field{name, value}
 		r.n++
 	}
 }
 
 // find returns a field's value, and how often the field is there.
-func (r *headerReader) find(name string) (value string, count int) {
-	if !r.isPacked {
-		v := r.header[name]
-		if len(v) > 0 {
-			value = v[0]
-		}
-		return value, len(v)
-	}
+func (r *fieldReader) find(name string) (value string, count int) {
 	for i := range r.n {
-		if f := &r.packed[i]; f.name == name[len(dataPrefix):] {
+		if f := &r.fields[i]; f.name == name {
 			value, count = f.value, count+1
 		}
 	}
 	return value, count
 }
 
-func (r *headerReader) text(name string) string {
+func (r *fieldReader) text(name string) string {
 	v, count := r.find(name)
 	if count == 1 && v != "" && len(v) <= maxDataName {
 		return v
@@ -292,7 +251,7 @@ func (r *headerReader) text(name string) string {
 }
 
 // number is optional: 0 without the field.
-func (r *headerReader) number(name string, bits int) uint64 {
+func (r *fieldReader) number(name string, bits int) uint64 {
 	v, count := r.find(name)
 	if count == 0 {
 		return 0
@@ -306,30 +265,30 @@ func (r *headerReader) number(name string, bits int) uint64 {
 }
 
 // count is a number that fits an int32.
-func (r *headerReader) count(name string) int { return int(r.number(name, 31)) } //nolint:gosec // 31 bits
+func (r *fieldReader) count(name string) int { return int(r.number(name, 31)) } //nolint:gosec // 31 bits
 
-func (r *headerReader) duration(name string) time.Duration {
+func (r *fieldReader) duration(name string) time.Duration {
 	return time.Duration(r.count(name)) * time.Millisecond
 }
 
-func (r *headerReader) fail(name string) {
+func (r *fieldReader) fail(name string) {
 	if r.err == nil {
-		r.err = fmt.Errorf("the field %s is missing or malformed", strings.ToLower(name))
+		r.err = fmt.Errorf("the field %s is missing or malformed", name)
 	}
 }
 
 // readHead reads the header of a request to path.
 func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
-	r := headerReader{header: h}
-	r.unpack()
+	r := fieldReader{}
+	r.unpack(h)
 	d := &dataHead{
-		app: r.text(dataApp), unit: r.text(dataUnit), class: r.text(dataClass),
-		firstToken: r.duration(dataFirstToken), once: r.number(dataOnce, 1) == 1,
-		writeBy: r.duration(dataWriteBy),
+		app: r.text(fieldApp), unit: r.text(fieldUnit), class: r.text(fieldClass),
+		firstToken: r.duration(fieldFirstToken), once: r.number(fieldOnce, 1) == 1,
+		writeBy: r.duration(fieldWriteBy),
 	}
 	var ok bool
-	if d.rank, ok = rankleg.ParseRankID(r.text(dataRank)); !ok {
-		r.fail(dataRank)
+	if d.rank, ok = rankleg.ParseRankID(r.text(fieldRank)); !ok {
+		r.fail(fieldRank)
 	}
 	d.isReset = path == resetPath && d.class == classNone
 	if d.class != classHold && !d.isReset {
@@ -342,27 +301,27 @@ func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
 	case classBoth, classHold:
 		d.readAdmit(&r, now)
 	case classHeld:
-		d.incarnation = r.number(dataInc, 64)
+		d.incarnation = r.number(fieldInc, 64)
 	case classNone:
 	default:
-		r.fail(dataClass)
+		r.fail(fieldClass)
 	}
 	if d.blocks > maxDataBlocks || d.admit.HitBlocks > d.blocks {
-		r.fail(dataBlocks)
+		r.fail(fieldBlocks)
 	}
 	return d, r.err
 }
 
-func (d *dataHead) readAdmit(r *headerReader, now time.Time) {
+func (d *dataHead) readAdmit(r *fieldReader, now time.Time) {
 	d.admit = msg.Admit{
-		ReqID: r.number(dataReq, 64), Epoch: r.number(dataEpoch, 64), Tokens: r.count(dataTokens),
-		Estimated: r.number(dataEstimated, 1) == 1, Whole: r.number(dataWhole, 1) == 1,
-		Weight: r.count(dataWeight),
-		Hit:    r.count(dataHit), HitBlocks: r.count(dataHitBlocks), Ingress: r.text(dataIngress),
-		Session: r.number(dataSession, 64),
+		ReqID: r.number(fieldReq, 64), Epoch: r.number(fieldEpoch, 64), Tokens: r.count(fieldTokens),
+		Estimated: r.number(fieldEstimated, 1) == 1, Whole: r.number(fieldWhole, 1) == 1,
+		Weight: r.count(fieldWeight),
+		Hit:    r.count(fieldHit), HitBlocks: r.count(fieldHitBlocks), Ingress: r.text(fieldIngress),
+		Session: r.number(fieldSession, 64),
 	}
-	d.blocks = r.count(dataBlocks)
-	if left := r.duration(dataDeadline); left > 0 {
+	d.blocks = r.count(fieldBlocks)
+	if left := r.duration(fieldDeadline); left > 0 {
 		d.admit.Deadline = now.Add(left)
 	}
 }

@@ -109,10 +109,7 @@ type direct struct {
 	mu sync.RWMutex
 	// by scheme, host and port; one without connections goes when another comes
 	clients map[engineKey]*enginehttp.Client
-	// the clients for which a spare connection is being dialled
-	spares map[*enginehttp.Client]context.CancelFunc
-	closed bool
-	dials  sync.WaitGroup // of spare connections
+	closed  bool
 }
 
 // engineKey is how an engine is reached.
@@ -121,7 +118,7 @@ type engineKey struct{ scheme, host string }
 func newDirect(dial Dialer, patience, idle time.Duration) *direct {
 	return &direct{
 		dial: dial, trust: &tls.Config{MinVersion: tls.VersionTLS12}, patience: patience, idle: idle,
-		clients: map[engineKey]*enginehttp.Client{}, spares: map[*enginehttp.Client]context.CancelFunc{},
+		clients: map[engineKey]*enginehttp.Client{},
 	}
 }
 
@@ -136,31 +133,7 @@ func (l *direct) send(ctx context.Context, o *engineRequest) (*http.Response, er
 		return nil, err
 	}
 	o.Body = nil // it is written: the answer may take minutes
-	if !c.HasIdle() {
-		l.dialSpare(ctx, c)
-	}
 	return resp, nil
-}
-
-// dialSpare dials a connection for the next request in the background, so that this request does not wait for
-// a dial. send calls it when an engine has answered and no connection waits, so that nothing dials an engine
-// that does not answer or gets no requests. An engine has at most one such dial. It ends after the patience
-// for a dial, or with close. A failed dial is not reported, because the next request dials itself.
-func (l *direct) dialSpare(ctx context.Context, c *enginehttp.Client) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.closed || l.spares[c] != nil {
-		return
-	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), l.patience)
-	l.spares[c] = cancel
-	l.dials.Go(func() {
-		_ = c.Warm(ctx)
-		cancel()
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		delete(l.spares, c)
-	})
 }
 
 // reach reports why an engine takes no connection.
@@ -192,7 +165,7 @@ func (l *direct) add(key engineKey) *enginehttp.Client {
 			delete(l.clients, k)
 		}
 	}
-	conf := enginehttp.Config{Host: key.host, Dial: l.dial, Idle: l.idle, MaxIdle: maxIdle}
+	conf := enginehttp.Config{Host: key.host, Dial: l.dial, Idle: l.idle, MaxIdle: maxIdle, Spare: l.patience}
 	if key.scheme == "https" {
 		conf.Port, conf.Dial = "443", enginehttp.Secure(l.dial, l.trust, l.patience)
 	}
@@ -212,9 +185,5 @@ func (l *direct) close() {
 	for _, c := range l.clients {
 		c.Close()
 	}
-	for _, cancel := range l.spares {
-		cancel()
-	}
 	l.mu.Unlock()
-	l.dials.Wait()
 }

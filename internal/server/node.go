@@ -438,6 +438,9 @@ func (n *Node) buildServers(t *timers) error {
 		}
 		var err error
 		if n.peering != nil {
+			remote := noderpc.NewDataClient(func(node string) (noderpc.DataTransport, error) {
+				return n.peering.Transports.Data(node)
+			})
 			n.feed = noderpc.NewFeed(noderpc.FeedConfig{
 				Self: n.cfg.NodeID, Local: n.hub, Store: n.store, Timers: t.stream, Log: n.log,
 				Open: func(ctx context.Context, node state.Node) (noderpc.StreamClient, error) {
@@ -445,16 +448,18 @@ func (n *Node) buildServers(t *timers) error {
 					if err != nil {
 						return nil, err
 					}
-					return dpservev1.NewReplicaClient(conn).Subscribe(ctx)
+					stream, err := dpservev1.NewReplicaClient(conn).Subscribe(ctx)
+					if err != nil {
+						return nil, err
+					}
+					return remote.Watch(node.ID, stream), nil
 				},
 			})
 			n.groups = noderpc.NewGroupLinks(noderpc.GroupLinksConfig{
 				Conn: n.conns.Get, Peer: nodeport.PeerFromContext, Timers: t.stream, Log: n.log,
 			})
 			cfg.Feed, cfg.Groups = n.feed, n.groups
-			cfg.Remote = noderpc.NewDataClient(func(node string) (http.RoundTripper, error) {
-				return n.peering.Transports.To(nodeport.Data, node)
-			})
+			cfg.Remote = remote
 		}
 		if n.ingress, err = ingress.New(cfg); err != nil {
 			return err

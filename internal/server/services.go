@@ -94,7 +94,6 @@ func (s *services) serveRanks() {
 		Feed: n.hub, Unknown: n.nodeMetrics.Unknown, Timers: n.cfg.timers().stream, Log: n.log,
 		Peer: nodeport.PeerFromContext,
 	})
-	dpservev1.RegisterReplicaServer(s.grpc, s.stream)
 	s.data = noderpc.NewDataServer(noderpc.DataConfig{
 		Feed: n.hub, Serves: n.node.Serves(), Dial: n.cfg.dialer(), Log: n.log,
 		Caller: func(ctx context.Context) (string, bool) {
@@ -102,6 +101,7 @@ func (s *services) serveRanks() {
 			return id.Node, ok && id.HasRole(string(state.RoleIngress))
 		},
 	})
+	dpservev1.RegisterReplicaServer(s.grpc, s.data.Watch(s.stream))
 	s.http = append(s.http, s.port.ServeHTTP(nodeport.Data, s.data))
 }
 
@@ -168,7 +168,7 @@ func (s *services) close() error {
 
 // leaderProxy forwards requests of the admin API to another node.
 func leaderProxy(transports *peering.Transports, node string, log *slog.Logger) http.Handler {
-	transport, err := transports.To(nodeport.Admin, node)
+	transport, err := transports.Admin(node)
 	if err != nil {
 		return nil
 	}

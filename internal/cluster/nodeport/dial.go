@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/http"
 	"slices"
 	"time"
 
@@ -27,11 +28,6 @@ import (
 // member. Dial returns when the other side has accepted or refused the connection. The error says why, for
 // people, and wraps one of the errors of this package.
 func (p *Port) Dial(ctx context.Context, alpn, addr, uid string) (*Conn, error) {
-	return p.dial(ctx, addr, uid, []string{alpn})
-}
-
-// dial is Dial with several protocols. The peer takes the first one that it serves.
-func (p *Port) dial(ctx context.Context, addr, uid string, offered []string) (*Conn, error) {
 	creds := p.cfg.Credentials()
 	if creds == nil {
 		return nil, errNoCredentials
@@ -42,10 +38,10 @@ func (p *Port) dial(ctx context.Context, addr, uid string, offered []string) (*C
 		return nil, unreachableError(addr, net.ErrClosed)
 	}
 	defer p.untrack(&cancel)
-	c := &Conn{ALPN: offered[0], port: p}
+	c := &Conn{ALPN: alpn, port: p}
 	err := c.open(ctx, p.cfg.Connect, addr, &tls.Config{
 		MinVersion:         tls.VersionTLS13,
-		NextProtos:         offered,
+		NextProtos:         []string{alpn},
 		InsecureSkipVerify: true, //nolint:gosec // VerifyConnection checks cluster and UID
 		VerifyConnection: func(cs tls.ConnectionState) (err error) {
 			c.Peer, err = verifyServer(creds.Pool, cs.PeerCertificates[0]) // a server shows at least one
@@ -228,7 +224,7 @@ func PeerOf(c net.Conn) (pki.Identity, bool) {
 
 type peerKey struct{}
 
-// PeerFromContext returns the sender of a gRPC call or an HTTP/2 request; false for a newcomer that joins.
+// PeerFromContext returns the sender of a gRPC call or an HTTP request; false for a newcomer that joins.
 func PeerFromContext(ctx context.Context) (pki.Identity, bool) {
 	if id, ok := ctx.Value(peerKey{}).(pki.Identity); ok {
 		return id, id.UID != ""
@@ -370,13 +366,27 @@ func (passThrough) Info() credentials.ProtocolInfo {
 func (passThrough) Clone() credentials.TransportCredentials { return passThrough{} }
 func (passThrough) OverrideServerName(string) error         { return nil }
 
-// Transport makes a transport to a node: see NewTransport.
-func (p *Port) Transport(alpn, addr, uid string) *Transport {
-	return NewTransport(alpn, func(ctx context.Context, offered ...string) (net.Conn, string, error) {
-		c, err := p.dial(ctx, addr, uid, offered)
+// Transport makes a transport to the data port of a node: see NewTransport.
+func (p *Port) Transport(addr, uid string) *Transport {
+	return NewTransport(func(ctx context.Context) (net.Conn, error) {
+		c, err := p.Dial(ctx, Data, addr, uid)
 		if err != nil {
-			return nil, "", err
+			return nil, err // not a nil *Conn in an interface
 		}
-		return c, c.ALPN, nil
+		return c, nil
 	})
+}
+
+// AdminTransport sends requests to the admin API of a node.
+func (p *Port) AdminTransport(addr, uid string) *http.Transport {
+	return &http.Transport{
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			c, err := p.Dial(ctx, Admin, addr, uid)
+			if err != nil {
+				return nil, err
+			}
+			return plainConn{c}, nil
+		},
+		IdleConnTimeout: idleTimeout, DisableCompression: true,
+	}
 }

@@ -27,11 +27,9 @@ import (
 const (
 	Raft = "dpserve-raft/1" // consensus; peers have role control
 	GRPC = "dpserve-grpc/1" // the services between members
-	Data = "dpserve-data/1" // HTTP/2 requests for engines; peers have role ingress or control
-	// the same over HTTP/1.1, beside an HTTP/2 connection; older nodes serve only Data
-	DataHTTP1 = "dpserve-data-http1/1"
+	Data = "dpserve-data/1" // HTTP/1.1 requests for engines; peers have role ingress or control
 
-	Admin = "dpserve-admin/1" // HTTP/2, the admin API of the leader for other nodes
+	Admin = "dpserve-admin/1" // HTTP/1.1, the admin API of the leader for other nodes
 	Join  = "dpserve-join/1"  // gRPC for newcomers, which have no certificate
 	Renew = "dpserve-renew/1" // gRPC for members whose certificate has expired; the server has role control
 )
@@ -109,7 +107,7 @@ func mayUse(alpn string, id pki.Identity) bool {
 	switch alpn {
 	case Raft:
 		return id.HasRole(string(state.RoleControl))
-	case Data, DataHTTP1:
+	case Data:
 		return id.HasRole(string(state.RoleIngress), string(state.RoleControl))
 	default:
 		return true

@@ -485,24 +485,11 @@ func (p *Port) removeListener(l *listener) {
 
 // ServeHTTP makes a server of a protocol. From now on the port accepts its connections; they wait for Serve.
 func (p *Port) ServeHTTP(alpn string, handler http.Handler) *HTTPServer {
-	newServer := func() *http.Server {
-		return &http.Server{
-			Handler: handler, ConnContext: withPeer, ReadHeaderTimeout: headerTimeout,
+	return &HTTPServer{
+		server: &http.Server{
+			Handler: handler, ConnContext: withPeer, ReadHeaderTimeout: serverIdle, IdleTimeout: serverIdle,
 			ErrorLog: slog.NewLogLogger(p.cfg.Log.Handler(), slog.LevelDebug),
-		}
+		},
+		listener: plainListener{p.Listener(alpn)},
 	}
-	http2 := newServer()
-	http2.Protocols, http2.HTTP2 = onlyHTTP2(), serverHTTP2()
-	s := &HTTPServer{}
-	if alpn == Data {
-		watch := &peerWatch{peers: map[string]*watchedPeer{}}
-		http1 := newServer()
-		http1.Protocols, http1.ReadHeaderTimeout = onlyHTTP1(), http1ServerIdle
-		http1.IdleTimeout = http1ServerIdle
-		http1.ConnState, http2.ConnState = watch.onHTTP1, watch.onHTTP2
-		// First, because a client asks for it only where Data is served, and only once.
-		s.parts = append(s.parts, httpPart{http1, plainListener{p.Listener(DataHTTP1)}})
-	}
-	s.parts = append(s.parts, httpPart{http2, plainListener{p.Listener(alpn)}})
-	return s
 }

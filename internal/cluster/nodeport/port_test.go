@@ -198,11 +198,6 @@ func TestDialSaysWhy(t *testing.T) {
 			err: nodeport.ErrRole, code: problem.PermissionDenied, text: "dpserve-data/1",
 			counted: nodeport.BadRole,
 		},
-		"data over HTTP/1.1 by a worker": {
-			client: w.member(t, "b", "worker"), alpn: nodeport.DataHTTP1,
-			err: nodeport.ErrRole, code: problem.PermissionDenied, text: "dpserve-data-http1/1",
-			counted: nodeport.BadRole,
-		},
 		"not served": {
 			client: w.member(t, "b", "control"), alpn: nodeport.Admin,
 			err: nodeport.ErrNotServed, code: problem.Unavailable, text: "is not served there",
@@ -217,9 +212,7 @@ func TestDialSaysWhy(t *testing.T) {
 				test.alpn = nodeport.GRPC
 			}
 			a := newNode(t, test.server, nil).serve(t)
-			for _, alpn := range []string{
-				nodeport.GRPC, nodeport.Raft, nodeport.Data, nodeport.DataHTTP1,
-			} {
+			for _, alpn := range []string{nodeport.GRPC, nodeport.Raft, nodeport.Data} {
 				a.echo(t, alpn)
 			}
 			a.mu.Lock()

@@ -143,52 +143,74 @@ func (b *Neighbours) gossipSeeds() []string {
 	return out
 }
 
-// Transports holds the connections to other nodes, one per protocol and node. A node that moved
-// gets a new connection; a removed node gets none. Safe for concurrent use.
+// Transports holds the HTTP connections to other nodes. A node that moved gets new ones; a removed node gets
+// none. Safe for concurrent use.
 type Transports struct {
 	port *nodeport.Port
 	node func(id string) *state.Node
 
 	mu   sync.Mutex
-	open map[transportKey]*nodeport.Transport
+	open map[string]transports // by node
 }
 
-// transportKey identifies a connection.
-type transportKey struct{ alpn, node, address, uid string }
+// transports are those to one node.
+type transports struct {
+	address, uid string
+	data         *nodeport.Transport
+	admin        *http.Transport
+}
 
 func newTransports(port *nodeport.Port, node func(id string) *state.Node) *Transports {
-	return &Transports{port: port, node: node, open: map[transportKey]*nodeport.Transport{}}
+	return &Transports{port: port, node: node, open: map[string]transports{}}
 }
 
-// To returns the transport to a node and does not wait for the connection.
-func (w *Transports) To(alpn, id string) (http.RoundTripper, error) {
+// Data returns the transport to a node's data port and does not wait for a connection.
+func (w *Transports) Data(id string) (*nodeport.Transport, error) {
+	t, err := w.to(id)
+	return t.data, err
+}
+
+// Admin returns the transport to a node's admin API and does not wait for a connection.
+func (w *Transports) Admin(id string) (http.RoundTripper, error) {
+	t, err := w.to(id)
+	return t.admin, err
+}
+
+func (w *Transports) to(id string) (transports, error) {
 	n := w.node(id)
 	if n == nil || n.Address == "" {
-		return nil, problem.New(problem.Unavailable, "there is no way to node %s", id).
+		return transports{}, problem.New(problem.Unavailable, "there is no way to node %s", id).
 			WithHint("see `dpserve nodes`")
 	}
-	key := transportKey{alpn, id, n.Address, n.UID}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if t := w.open[key]; t != nil {
+	if t, ok := w.open[id]; ok && t.address == n.Address && t.uid == n.UID {
 		return t, nil
 	}
 	for old, t := range w.open {
-		if now := w.node(old.node); now == nil || now.Address != old.address || now.UID != old.uid {
-			_ = t.Close() // the node has moved: requests on this connection have failed already
+		if now := w.node(old); now == nil || now.Address != t.address || now.UID != t.uid {
+			t.close() // the node has moved: requests on these connections have failed already
 			delete(w.open, old)
 		}
 	}
-	t := w.port.Transport(alpn, n.Address, n.UID)
-	w.open[key] = t
+	t := transports{
+		address: n.Address, uid: n.UID, data: w.port.Transport(n.Address, n.UID),
+		admin: w.port.AdminTransport(n.Address, n.UID),
+	}
+	w.open[id] = t
 	return t, nil
+}
+
+func (t transports) close() {
+	t.data.Close()
+	t.admin.CloseIdleConnections()
 }
 
 func (w *Transports) close() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for key, t := range w.open {
-		_ = t.Close()
-		delete(w.open, key)
+	for id, t := range w.open {
+		t.close()
+		delete(w.open, id)
 	}
 }
