@@ -169,43 +169,6 @@ func TestRanksComeAndGo(t *testing.T) {
 	r.Quiet()
 }
 
-// A drain has a deadline: what still runs then is cut, and everything else goes on.
-func TestRankRemovalDeadline(t *testing.T) {
-	t.Parallel()
-	first, second := handEngine(t), handEngine(t)
-	r := harness.Start(t)
-	r.Expect(harness.StreamBreaks)
-	r.Deploy(edgeApp(first, second))
-	r.WaitStatus("edge", "RUNNING")
-	streams := make(chan *harness.Stream, 4)
-	for i := range cap(streams) { // prompts of their own: a cached one would draw all of them to one rank
-		// 6 s
-		go func() { streams <- r.StreamChat(t.Context(), "edge", fmt.Sprintf("%d is my number", i), 1200) }()
-	}
-	onFirst := 0
-	r.Eventually(func() error {
-		k, _ := r.Rank("edge", 0, 0)
-		other, _ := r.Rank("edge", 0, 1)
-		if onFirst = k.InFlight; onFirst == 0 || onFirst+other.InFlight != cap(streams) {
-			return fmt.Errorf("%d and %d in flight", k.InFlight, other.InFlight)
-		}
-		return nil
-	}, "all streams run, one of them at least on rank 0")
-	code, body := r.Do(http.MethodDelete, "/api/v1/apps/edge/ranks?rank=0/0&deadline=100ms", "")
-	require.Equal(t, http.StatusAccepted, code, body)
-	cut := 0
-	for range cap(streams) {
-		if s := <-streams; s.Rank == "0/0" {
-			assert.Equal(t, "drained", s.Error, s)
-			cut++
-		} else {
-			assert.True(t, s.OK(), s)
-		}
-	}
-	assert.Equal(t, onFirst, cut)
-	r.Quiet()
-}
-
 // SGLang's router paths, as its tools call them.
 func TestSGLangWorkerPathsAttachEngines(t *testing.T) {
 	t.Parallel()

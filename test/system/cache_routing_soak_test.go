@@ -26,6 +26,19 @@ import (
 // accepting says that rows run at their full length.
 func accepting() bool { return os.Getenv("DPSERVE_ACCEPTANCE") != "" }
 
+// accept skips a test of load that is part of `make acceptance` only.
+func accept(t *testing.T) {
+	t.Helper()
+	if !accepting() {
+		t.Skip("a load of minutes: make acceptance")
+	}
+}
+
+// routed is simApp with a routing part.
+func routed(name string, dp int, coupling, args, routing string) string {
+	return simApp(name, dp, coupling, args) + "    routing: " + routing + "\n"
+}
+
 // soak sends n requests over one protocol from clients at once and returns the statuses other than 200, and
 // how many ranks answered.
 func soak(t *testing.T, r *harness.Real, model, policy string, n int, http2 bool) (failed map[string]int,
@@ -122,24 +135,21 @@ func routable(r *harness.Real, app string, ranks int) error {
 
 // SK3: 1,024 requests under every policy over HTTP/1 and as many over HTTP/2, one after the other put into
 // the same running application, on engines at 1000 times speed; in a lockstep group at 50 times. No error,
-// and nothing is left. Short of an acceptance run: 128 requests, and three policies in lockstep.
+// and nothing is left.
 func TestSK3EveryPolicySoaked(t *testing.T) {
+	accept(t)
 	// without a KV index
 	all := strings.Fields("round-robin random direct power-of-two least-loaded session-affinity " +
 		"prefix-aware cache-aware least-kv scoring kv lmetric-1 lpwl mex")
-	requests, lockstep := 128, []string{"power-of-two", "scoring", "kv"}
-	if accepting() {
-		requests, lockstep = 1024, all
-	}
+	const requests = 1024
 	for _, c := range []struct {
 		coupling string
 		speed    int
-		policies []string
-	}{{"independent", 1000, all}, {"lockstep", 50, lockstep}} {
+	}{{"independent", 1000}, {"lockstep", 50}} {
 		t.Run(c.coupling, func(t *testing.T) {
 			t.Parallel()
 			r := harness.Start(t)
-			for _, policy := range c.policies {
+			for _, policy := range all {
 				r.Deploy(routed("soak", soakRanks, c.coupling, fmt.Sprintf("sim_speed: %d", c.speed),
 					"{policy: "+policy+"}"))
 				r.Eventually(func() error {
@@ -157,7 +167,7 @@ func TestSK3EveryPolicySoaked(t *testing.T) {
 				}
 			}
 			t.Logf("%d requests over each of HTTP/1 and HTTP/2 under each of %d policies: 0 errors", requests,
-				len(c.policies))
+				len(all))
 			r.Delete("soak")
 			assert.Empty(t, r.Children())
 		})
@@ -200,13 +210,11 @@ func peak(t *testing.T, pid int) (mib int) {
 }
 
 // SK4, long prompts: 100,000 tokens each, 50 a second, routed by cache: at most four cores (80 ms of
-// processor time a request) and 2 GiB in dpserve. 3 seconds of it, 60 in an acceptance run.
+// processor time a request) and 2 GiB in dpserve.
 func TestSK4LongPrompts(t *testing.T) {
+	accept(t)
 	const rate, tokens = 50, 100_000
-	n := 3 * rate
-	if accepting() {
-		n = 60 * rate
-	}
+	const n = 60 * rate
 	r := harness.Start(t)
 	r.Deploy(routed("long", 2, "independent", "sim_speed: 1000, max_model_len: 131072",
 		"{policy: kv, preset: tuned}"))
@@ -265,13 +273,10 @@ func cachedShare(t *testing.T, r *harness.Real, app string) string {
 }
 
 // SK4, idle: 100 ranks that publish KV events, with nothing to do, take at most 0.2 core of dpserve. Their
-// engines live in this test's process, whose time does not count. 5 seconds of it, 60 in an acceptance run.
+// engines live in this test's process, whose time does not count.
 func TestSK4IdleRanks(t *testing.T) {
-	const ranks = 100
-	idle, most := 5*time.Second, 0.4 // beside other tests
-	if accepting() {
-		idle, most = time.Minute, 0.2
-	}
+	accept(t)
+	const ranks, idle, most = 100, time.Minute, 0.2
 	var b strings.Builder
 	b.WriteString(`applications:
   - name: idle

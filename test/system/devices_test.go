@@ -6,7 +6,6 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -185,103 +184,4 @@ func TestRanksShareADevice(t *testing.T) {
 	n = waitNode(r, "the device is used", func(n *client.NodeStatus) bool { return len(n.Notes) > 0 })
 	assert.Regexp(t, fmt.Sprintf(`device 2: 40.0 of 79.6 GiB are in use by process %d \([^)]*\) of `+
 		`plain/0/0 with 39.1 GiB, and was granted to no rank \(write resources.gpus `, pid), n.Notes[0])
-}
-
-// A GPU that is not listed any more gets no ranks, and is shown until it is back. What runs elsewhere goes
-// on.
-func TestADeviceThatVanishes(t *testing.T) {
-	s := newSMI(t)
-	r := harness.Start(t, "--timers", quick)
-	r.Expect(harness.DevicesFail, harness.EngineFails)
-	r.Deploy(onDevices("one", 3, 1))
-	st := r.WaitStatus("one", "RUNNING")
-	s.devices(4, -1, 4, 4)
-	n := waitNode(r, "three devices", func(n *client.NodeStatus) bool {
-		return n.GPUs == 3 && len(n.Notes) > 0
-	})
-	assert.Contains(t, n.Notes[0], "device 1 (NVIDIA H100 80GB HBM3, GPU-1) is not listed any more")
-	require.NoError(t, syscall.Kill(st.Units[1].Ranks[0].PID, syscall.SIGKILL))
-	r.Eventually(func() error {
-		k, ok := r.Rank("one", 0, 1)
-		if !ok || k.Phase != "ready" || slices.Equal(k.Devices, []int{1}) {
-			return fmt.Errorf("rank 1 is %s on %v", k.Phase, k.Devices)
-		}
-		return nil
-	}, "rank 1 on another device")
-	k, _ := r.Rank("one", 0, 1)
-	assert.Equal(t, []int{3}, k.Devices)
-	after := r.App("one")
-	for _, i := range []int{0, 2} {
-		assert.Equal(t, st.Units[i].Ranks[0].PID, after.Units[i].Ranks[0].PID, "it is not touched")
-	}
-	s.devices(4, 4, 4, 4)
-	waitNode(r, "all devices", func(n *client.NodeStatus) bool { return n.GPUs == 4 && len(n.Notes) == 0 })
-}
-
-// The next engine starts when the memory of the one before is free; what another program holds is named.
-func TestDeviceMemoryIsFreeBeforeARestart(t *testing.T) {
-	s := newSMI(t)
-	r := harness.Start(t, "--timers", quick+",device_wait=60s,verify_named=300ms")
-	r.Expect(harness.DevicesFail, harness.EngineFails)
-	r.Deploy(onDevices("big", 1, 2))
-	st := r.WaitStatus("big", "RUNNING")
-	s.devices(60000, 4, 4, 4)
-	s.prints("apps", "GPU-0, 999999999, 59000\n")
-	require.NoError(t, syscall.Kill(st.Units[0].Ranks[0].PID, syscall.SIGKILL))
-	r.Eventually(func() error {
-		if st = r.App("big"); !strings.Contains(st.Units[0].Reason, "still held") {
-			return fmt.Errorf("%s: %s", st.Units[0].Phase, st.Units[0].Reason)
-		}
-		return nil
-	}, "the holder is named")
-	assert.Contains(t, st.Units[0].Reason,
-		"device 0: 58.6 of 79.6 GiB are in use by process 999999999 with 57.6 GiB (0.0 before the start)")
-	assert.Equal(t, uint64(1), st.Units[0].Epoch, "nothing is started meanwhile")
-	assert.Empty(t, onlyNode(r).Notes, "it may still be the engine's")
-	s.devices(300, 4, 4, 4)
-	s.prints("apps", "")
-	r.Eventually(func() error {
-		if k, ok := r.Rank("big", 0, 0); !ok || k.Epoch != 2 || k.Phase != "ready" {
-			return fmt.Errorf("rank 0 is %s at epoch %d", k.Phase, k.Epoch)
-		}
-		return nil
-	}, "rank 0 starts again")
-	r.Delete("big")
-	s.devices(300, 4, 41000, 4)
-	s.prints("apps", "GPU-2, 999999999, 40000\n")
-	n := waitNode(r, "the device is taken", func(n *client.NodeStatus) bool { return len(n.Notes) > 0 })
-	assert.Contains(t, n.Notes[0], "device 2: 40.0 of 79.6 GiB are in use by process 999999999 with 39.1 "+
-		"GiB, and no rank of this node has it")
-}
-
-// The node starts without an answer, says why it has no devices, and finds them when there is one.
-func TestAProgramForDevicesThatMisbehaves(t *testing.T) {
-	s := newSMI(t)
-	for _, c := range []struct{ what, file, text, note string }{
-		{"hangs", "hangs", "", "nvidia-smi: no answer within 300ms"},
-		{"prints garbage", "gpus", "\x00\xff{]\nnot, a, device\n", "nvidia-smi lists no device"},
-		{"floods", "gpus", strings.Repeat("garbage\n", 1<<18), "it prints more than 1048576 bytes"},
-	} {
-		t.Run(c.what, func(t *testing.T) {
-			s.devices(4, 4)
-			s.prints(c.file, c.text)
-			r := harness.Start(t, "--timers", "device_reread=200ms,device_probe=300ms")
-			r.Expect(harness.DevicesFail)
-			r.Deploy(simApp("plain", 1, "independent", "")) // ranks without devices do not care
-			r.WaitStatus("plain", "RUNNING")
-			n := onlyNode(r)
-			assert.Zero(t, n.GPUs)
-			require.Len(t, n.Notes, 1)
-			assert.Contains(t, n.Notes[0], "the devices cannot be read: ")
-			assert.Contains(t, n.Notes[0], c.note)
-			code, text := commandAt(t, r.Admin, "deploy", written(t, onDevices("gpu", 1, 1)))
-			assert.Equal(t, 5, code, text)
-			assert.Contains(t, text, "--engine sim")
-			_ = os.Remove(filepath.Join(s.dir, "hangs"))
-			s.devices(4, 4)
-			waitNode(r, "two devices", func(n *client.NodeStatus) bool {
-				return n.GPUs == 2 && len(n.Notes) == 0
-			})
-		})
-	}
 }

@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"net"
-	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -274,42 +273,4 @@ func (p *patient) certificate(signed time.Time) {
 	require.NoError(p.t, err)
 	files.Authority, files.AuthorityKey = authority.PEM()
 	require.NoError(p.t, pki.Save(filepath.Join(p.dataDir, "pki"), files))
-}
-
-// KV9, KV10: doctor names both block sizes of an engine that settles on another one than it was asked for,
-// and the rank from which no KV events come.
-func TestKV9AndKV10Doctor(t *testing.T) {
-	t.Parallel()
-	r := harness.Start(t, "--timers", "kv_silence=3s")
-	r.Expect(harness.Fault{{
-		Msg: "no kv event comes though requests complete.*", With: "app=mute", Why: "what the test plants",
-	}})
-	r.Deploy(simApp("settled", 1, "independent",
-		"sim_step_ms: 1, block_size: 16, sim_settle_block_size: 768") + kvRouting +
-		strings.TrimPrefix(simApp("mute", 1, "independent",
-			"sim_step_ms: 1, sim_fail: [kv-drop@0.5, kv-no-replay]"), "applications:\n") + kvRouting)
-	r.WaitStatus("settled", "RUNNING")
-	r.WaitStatus("mute", "RUNNING")
-	p := newPatient(t, r)
-	p.dataDir = r.Dir
-	r.Eventually(func() error {
-		kvOn(r, "settled", "0/0", kvPrompt(1, 2000))
-		kvOn(r, "mute", "0/0", kvPrompt(int(time.Now().UnixNano()%1000), 200))
-		got := p.examine()
-		for _, want := range []string{
-			"settled/0/0: kv events come in blocks of 768 tokens, the engine reported 16",
-			"mute/0/0: no KV event for ",
-		} {
-			if !strings.Contains(got.text, want) {
-				return fmt.Errorf("doctor does not say %q:\n%s", want, got.text)
-			}
-		}
-		if got.code != 1 || len(got.failing()) != 1 {
-			return fmt.Errorf("exit code %d: %+v", got.code, got.failing())
-		}
-		return nil
-	}, "doctor names both sizes and the silent rank")
-	code, text := r.Do(http.MethodGet, "/api/v1/healthz", "")
-	assert.Equal(t, http.StatusOK, code, text)
-	r.Quiet()
 }

@@ -232,25 +232,6 @@ func TestLaunchedEnginesThatDoNotEnd(t *testing.T) {
 	r.Quiet()
 }
 
-// Real engines need devices, unless the file says that they are built for none.
-func TestLaunchedEnginesNeedDevices(t *testing.T) {
-	t.Parallel()
-	r := harness.Start(t, "--gpus", "0")
-	code, body := r.Do(http.MethodPut, "/api/v1/apps?file=app.yaml",
-		stubApp(t, "needy", "vllm", t.TempDir(), "", "A: b", ""))
-	assert.Equal(t, http.StatusUnprocessableEntity, code, body)
-	assert.Contains(t, body, "--engine sim")
-	dir := t.TempDir()
-	r.Deploy(stubApp(t, "cpu", "vllm", dir, "", "A: b", "resources: {gpus: 0}"))
-	r.WaitStatus("cpu", "RUNNING")
-	for _, s := range stubStarts(t, dir) {
-		assert.Empty(t, s.variable("CUDA_VISIBLE_DEVICES"))
-	}
-	chats(t, r, "cpu")
-	r.Delete("cpu")
-	r.Quiet()
-}
-
 // A process that hosts several ranks outlives its node as well: the next process of the node takes over all
 // of them.
 func TestAnEngineWithSeveralRanksIsAdopted(t *testing.T) {

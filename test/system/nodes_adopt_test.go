@@ -18,9 +18,6 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// adoptedWithin is how long after the start of a node's process its ranks are back in routing.
-const adoptedWithin = 2 * time.Second
-
 // unchanged waits until every rank is as before: same node, epoch, incarnation and process.
 func unchanged(c *harness.Members, app string, before map[string]client.RankStatus) {
 	c.T.Helper()
@@ -94,7 +91,6 @@ func TestMB11EnginesAreAdoptedAfterACrash(t *testing.T) {
 	routesTo(c, b, "wide", gone)
 	back := time.Since(began)
 	unchanged(c, "wide", before)
-	assert.Less(t, back, slack*adoptedWithin)
 	t.Logf("NUMBER ranks of a crashed node back in routing: %s after its start", back)
 	load.Reaches(128)
 	y := load.End()
@@ -214,38 +210,10 @@ func TestEN2OrphansEnd(t *testing.T) {
 	movedFrom(c, "wide", w.Name)
 	wg.Wait()
 	assert.GreaterOrEqual(t, first, orphans, "no engine ends with its node")
-	assert.Less(t, last, slack*orphans, "all have ended")
 	t.Logf("engines ended %s to %s after their node", first, last)
 	w.Start()
 	c.Settled()
 	c.Running("wide")
-}
-
-// EN2: the ranks of a node that was away are granted elsewhere first. Its engines end before anything else,
-// and no request reaches them.
-func TestEN2GrantedElsewhereFirst(t *testing.T) {
-	t.Parallel()
-	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(6))
-	c.Expect(harness.NodeFails, harness.EngineFails, harness.StreamBreaks)
-	a, w := c.All[0], c.All[2]
-	a.Want(spread("wide", 6))
-	c.Running("wide")
-	engines := w.Children()
-	require.NotEmpty(t, engines)
-	w.Crash()
-	after := movedFrom(c, "wide", w.Name)
-	for _, pid := range engines {
-		assert.True(t, harness.Alive(pid), "it waits for its node")
-	}
-	w.Start()
-	dead(c, "engines that are granted elsewhere", engines)
-	c.Settled()
-	unmoved := c.Running("wide")
-	for seat, k := range seats(&unmoved) {
-		assert.Equal(t, after[seat].Epoch, k.Epoch, "rank %s", seat)
-		assert.NotEqual(t, w.Name, k.Node)
-	}
-	assert.NotContains(t, w.Output(), "unit is ready", "nothing was adopted")
 }
 
 // EN2: a cluster of one node has its own leader: the state comes from its disk. Then dpserve restart.

@@ -74,7 +74,6 @@ func freezePast(t *testing.T, c *harness.Members, m *harness.Member, load *harne
 		simApp("late-"+m.Name, 1, "independent", "")+"    route_prefix: /late-"+m.Name+"\n")
 	dead(c, "the old engines of "+m.Name, old)
 	stopped := time.Since(thawed)
-	assert.Less(t, stopped, slack*time.Second, "it stops what is not its own any more")
 	c.WaitNode(m.Name, "back", func(s *client.NodeStatus) bool { return s.State == "alive" })
 	if err == nil && code == http.StatusAccepted { // then the leader of now took it
 		for _, o := range c.All {

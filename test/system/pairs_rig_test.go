@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"net"
 	"net/http"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -67,14 +66,6 @@ func askAt(c *http.Client, addr, body string) *harness.Stream {
 		return &harness.Stream{Err: err}
 	}
 	return harness.ReadAnswer(resp, began)
-}
-
-// right asserts that an answer is whole, and has the text of an unbroken run.
-func (p *pairPrompts) right(t *testing.T, body string, s *harness.Stream) {
-	t.Helper()
-	if assert.True(t, s.OK(), s) {
-		assert.Equal(t, p.texts[body], s.Text, s)
-	}
 }
 
 // pairLoad are clients that ask for known texts until end.
@@ -238,58 +229,4 @@ func readyRanks(st *client.AppStatus, pool string) int {
 		}
 	}
 	return n
-}
-
-// handPair starts a simulated engine of a side by hand, on an address that it may have had before.
-func handPair(t *testing.T, side, addr string) *harness.Real {
-	t.Helper()
-	_, port, err := net.SplitHostPort(addr)
-	require.NoError(t, err)
-	role := map[string]string{"prefill": "kv_producer", "decode": "kv_consumer"}[side]
-	r := harness.Run(t, "engine", "sim", "--host", "127.0.0.1", "--port", port, "--served-model-name", "pd",
-		"--sim-step-ms", "2", "--kv-transfer-config",
-		`{"kv_connector":"NixlConnector","kv_role":"`+role+`","kv_load_failure_policy":"fail"}`)
-	r.Expect(harness.PairsFail)
-	require.NoError(t, harness.WaitFor(harness.Patience, 10*time.Millisecond, func() error {
-		c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", addr)
-		if err == nil {
-			err = c.Close()
-		}
-		return err
-	}))
-	return r
-}
-
-// handPairs is an app.yaml of engines by hand.
-func handPairs(prefill, decode []string, more string) string {
-	var ranks strings.Builder
-	for _, addr := range prefill {
-		ranks.WriteString("        - {url: \"http://" + addr + "\", role: prefill}\n")
-	}
-	for _, addr := range decode {
-		ranks.WriteString("        - {url: \"http://" + addr + "\", role: decode}\n")
-	}
-	return "applications:\n  - name: pd\n    model: {id: pd}\n    engine:\n      kind: attach\n" +
-		"      family: vllm\n      ranks:\n" + ranks.String() + "    disaggregation: {transfer: sim, " +
-		more + "}\n"
-}
-
-// pairMetric is the sum of a metric's series that have all the labels.
-func pairMetric(t *testing.T, r *harness.Real, name string, labels ...string) (sum float64) {
-	t.Helper()
-	code, page := r.Do(http.MethodGet, "/metrics", "")
-	require.Equal(t, http.StatusOK, code)
-	for line := range strings.Lines(page) {
-		has := strings.HasPrefix(line, name+"{")
-		for _, label := range labels {
-			has = has && strings.Contains(line, label)
-		}
-		if !has {
-			continue
-		}
-		v, err := strconv.ParseFloat(strings.TrimSpace(line[strings.LastIndexByte(line, ' ')+1:]), 64)
-		require.NoError(t, err, line)
-		sum += v
-	}
-	return sum
 }

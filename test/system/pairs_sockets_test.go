@@ -71,7 +71,6 @@ func TestPD1To10OnSockets(t *testing.T) {
 		doAll(f, harness.PairPrefill, func(l *harness.PairLeg) bool { return l.Fail(http.StatusBadRequest) })
 		s := askAt(http.DefaultClient, r.HTTP, stubBody("a 400"))
 		assert.Equal(t, http.StatusBadRequest, s.Status)
-		assert.LessOrEqual(t, s.Total, slack*100*time.Millisecond)
 		assert.Empty(t, f.Legs(harness.PairDecode))
 		restPairs(t, r, f)
 	})

@@ -3,7 +3,6 @@ package system
 import (
 	"fmt"
 	"net/http"
-	"strings"
 	"testing"
 	"time"
 
@@ -108,66 +107,4 @@ func keeps(c *harness.Members, acknowledged []string, never string) {
 			return nil
 		})
 	}
-}
-
-// MB10, three voters: the leader's disk refuses writes while others write; another node leads, and nothing
-// that was acknowledged is lost.
-func TestMB10LeadersDisk(t *testing.T) {
-	t.Parallel()
-	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(8))
-	c.Expect(harness.NodeFails, harness.DiskFails)
-	c.All[0].Want(spread("wide", 6))
-	st := c.Running("wide")
-	before := seats(&st)
-	leader := c.Leader()
-	load := harness.StartLoad(t, "wide", 4, 20, others(c, nil)...)
-	load.Reaches(20)
-	writer := c.All[0]
-	if writer == leader {
-		writer = c.All[1]
-	}
-	var acknowledged []string
-	began := time.Now()
-	diskWrites(t, leader, false)
-	c.Eventually("another node leads and writes", func() error {
-		name := fmt.Sprintf("app-%d", len(acknowledged))
-		code, text := deploys(writer, name)
-		if code == http.StatusAccepted {
-			if acknowledged = append(acknowledged, name); len(acknowledged) == 1 {
-				t.Logf("a write was taken %s after the leader's disk refused them",
-					time.Since(began).Round(time.Millisecond))
-			}
-		}
-		if len(acknowledged) < 3 {
-			return fmt.Errorf("%d %s", code, text)
-		}
-		return nil
-	})
-	now := c.Leader()
-	assert.NotEqual(t, leader.Name, now.Name)
-	c.WaitNode(leader.Name, "with its trouble", func(s *client.NodeStatus) bool {
-		return strings.Contains(strings.Join(s.Notes, "\n"), "disk of the data dir refuses writes")
-	})
-	_, status := command(writer, "nodes")
-	assert.Contains(t, status, "disk", "people see it")
-	t.Logf("nodes:\n%s", status)
-	assert.Contains(t, leader.Log(), "disk", "the node says why")
-	load.Reaches(20)
-	diskWrites(t, leader, true)
-	c.WaitNode(leader.Name, "without trouble", func(s *client.NodeStatus) bool { return len(s.Notes) == 0 })
-	c.Settled()
-	st = c.Running("wide")
-	assert.Equal(t, before, seats(&st), "nothing was started anew")
-	y := load.End()
-	assert.Zero(t, y.Refused+y.Broken+y.Cut+y.Hung, "what clients saw: %v", y)
-	for _, m := range c.All {
-		m.Kill()
-	}
-	for _, m := range c.All {
-		m.Launch("start")
-	}
-	c.Settled()
-	keeps(c, append(acknowledged, "wide"), "")
-	assert.NotContains(t, leader.Log(), "panic")
-	c.AllQuiet()
 }

@@ -1,7 +1,6 @@
 package system
 
 import (
-	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -10,100 +9,14 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 	"github.com/dpserve/dpserve/test/ports"
 )
-
-// RG5: one rank of eight is killed under 64 streams; a second group of eight serves on. Within a second no
-// router has a rank of the first group, none of its seven siblings gets a request until the group is back
-// with the next epoch, and the second group sees nothing of it.
-func TestRG5KilledRankUnder64Streams(t *testing.T) {
-	t.Parallel()
-	c := harness.StartMembers(t, harness.Each(1), harness.MemberSlots(16), harness.RealTimers)
-	c.Expect(harness.EngineFails, harness.StreamBreaks)
-	m := c.All[0]
-	m.Want(simApp("two", 8, "lockstep", "sim_step_ms: 50") + "    num_groups: 2\n")
-	before := c.Running("two").Units
-	require.Len(t, before, 2)
-	require.Len(t, before[0].Ranks, 8)
-	var first []string
-	pid := 0
-	for i := range before[0].Ranks {
-		first = append(first, fmt.Sprintf("0/%d", before[0].Ranks[i].Rank))
-		if before[0].Ranks[i].Rank == 5 {
-			pid = before[0].Ranks[i].PID
-		}
-	}
-	load := harness.StartStreams(t, "two", 64, 15, harness.HungAfter, m.HTTP)
-	load.Reaches(64)
-	killed := time.Now()
-	require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
-	out, slowest := outAfter(c, killed, "two", first, ifForced, m)
-	fenced := killed.Add(out[m.Name])
-	within(t, "1 of 8 ranks killed under 64 streams, its group out of routing", time.Second/slack, out,
-		slowest)
-	st := c.WaitApp("two", "whole again", func(st *client.AppStatus) error {
-		if st.Ready != 16 || st.Units[0].Epoch != before[0].Epoch+1 {
-			return errStatus(st)
-		}
-		return nil
-	})
-	load.Reaches(32)
-	y := load.End()
-	assert.Zero(t, y.Refused+y.Cut+y.Hung, "what clients saw: %v", y)
-	assert.Equal(t, before[1].Epoch, st.Units[1].Epoch)
-	for i := range st.Units[1].Ranks {
-		assert.Equal(t, before[1].Ranks[i].Incarnation, st.Units[1].Ranks[i].Incarnation)
-	}
-	siblings, others := 0, 0
-	for _, a := range load.Answers(time.Time{}) { // the streams that were open at the kill too
-		isFirst := strings.HasPrefix(a.Rank, "0/")
-		if !isFirst {
-			others++
-			assert.True(t, a.OK(), "the other group: %s", &a)
-		}
-		if isFirst && a.Began.After(fenced) && a.Began.Add(a.First).Before(st.Units[0].Since) {
-			siblings++
-		}
-	}
-	assert.Zero(t, siblings, "requests to the fenced group")
-	assert.Positive(t, others)
-	t.Logf("NUMBER RG5: %d answers of the other group, no error; %d streams of the first one broke", others,
-		y.Broken)
-	c.AllQuiet()
-}
-
-// RG8: groups that start at once on one host, on real sockets: 10 of two ranks over two nodes, 100 under
-// DPSERVE_ACCEPTANCE. No start has to be repeated because of a port, and no port is used twice.
-func TestRG8GroupsStartAtOnce(t *testing.T) {
-	t.Parallel()
-	groups := 10
-	if accepting() {
-		groups = 100
-	}
-	c := harness.StartMembers(t, harness.Each(2), harness.MemberSlots(groups), harness.RealTimers)
-	c.All[0].Want(simApp("many", 2, "lockstep", "sim_step_ms: 100") +
-		fmt.Sprintf("    num_groups: %d\n    placement_group_strategy: SPREAD\n", groups))
-	st := c.Running("many")
-	assert.Equal(t, 2*groups, st.Ready)
-	urls := map[string]bool{}
-	for _, u := range st.Units {
-		assert.Equal(t, [...]any{uint64(1), 0}, [...]any{u.Epoch, u.Restarts}, "%s: %s", u.Unit, u.Reason)
-		require.Len(t, u.Ranks, 2)
-		assert.NotEqual(t, u.Ranks[0].Node, u.Ranks[1].Node)
-		urls[u.Ranks[0].URL], urls[u.Ranks[1].URL] = true, true
-	}
-	assert.Len(t, urls, 2*groups)
-	answersAt(t, "many", c.All[0].HTTP)
-}
 
 // sharedEngine starts a simulated engine by hand with more flags, and returns its URL.
 func sharedEngine(t *testing.T, flags ...string) string {
@@ -235,41 +148,4 @@ func errText(err error) string {
 		return ""
 	}
 	return err.Error()
-}
-
-// errNotShown says that a status does not show something yet.
-var errNotShown = errors.New("not shown")
-
-// CC12: engines of two groups that load for three seconds, as processes. The status says what each engine is
-// doing, and the application runs when all ranks have computed a token, without a failed start.
-func TestCC12SlowStart(t *testing.T) {
-	t.Parallel()
-	r := harness.Start(t)
-	began := time.Now()
-	r.Deploy(simApp("slow", 2, "lockstep", "sim_step_ms: 20, sim_startup_s: 3") + "    num_groups: 2\n")
-	r.Eventually(func() error {
-		st := r.App("slow")
-		for _, u := range st.Units {
-			for _, k := range u.Ranks {
-				if !strings.HasPrefix(k.Progress, "loading weights ") {
-					return fmt.Errorf("%w: rank %d/%d: %q", errNotShown, k.Group, k.Rank, k.Progress)
-				}
-			}
-		}
-		if st.Status != "DEPLOYING" || len(st.Units) != 2 {
-			return fmt.Errorf("%w: %s", errNotShown, st.Status)
-		}
-		return nil
-	}, "all four ranks load their weights")
-	st := r.WaitStatus("slow", "RUNNING")
-	assert.GreaterOrEqual(t, time.Since(began), 3*time.Second)
-	for _, u := range st.Units {
-		assert.Equal(t, [...]any{uint64(1), 0}, [...]any{u.Epoch, u.Restarts})
-		for _, k := range u.Ranks {
-			assert.Empty(t, k.Progress)
-			assert.Positive(t, finished(t, k.URL, strconv.Itoa(k.Rank)), "rank %d/%d", k.Group, k.Rank)
-		}
-	}
-	assert.True(t, r.StreamChat(t.Context(), "slow", "hi", 3).OK())
-	r.Quiet()
 }

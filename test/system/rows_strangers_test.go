@@ -23,6 +23,7 @@ import (
 	"github.com/dpserve/dpserve/internal/cluster/membership"
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
+	"github.com/dpserve/dpserve/internal/noderpc"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -247,6 +248,12 @@ func (s *junkSender) enrolls(m *harness.Member) {
 			}
 		})
 	}
+}
+
+// invoke calls a method of a node with a message in any form, and returns the answer.
+func invoke(ctx context.Context, cc *grpc.ClientConn, method, text string) (reply []byte, err error) {
+	err = cc.Invoke(ctx, method, []byte(text), &reply, grpc.CallContentSubtype(noderpc.CodecName))
+	return reply, err
 }
 
 // gossips takes part in a gossip with a key of its own.

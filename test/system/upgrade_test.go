@@ -1,9 +1,6 @@
 package system
 
 import (
-	"context"
-	"encoding/json"
-	"errors"
 	"fmt"
 	"regexp"
 	"slices"
@@ -13,10 +10,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-	"google.golang.org/grpc"
 
-	"github.com/dpserve/dpserve/internal/cluster"
-	"github.com/dpserve/dpserve/internal/noderpc"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -149,45 +143,6 @@ func (u *upgrade) sameStates() {
 	})
 }
 
-// sameCopies compares what the control nodes of all versions send to nodes that follow them.
-func (u *upgrade) sameCopies() {
-	u.t.Helper()
-	reader := newStandIn(u.t, u.Members, "reader", "v9.0.0")
-	read := func(m *harness.Member) (string, error) {
-		ctx, cancel := context.WithTimeout(u.t.Context(), 5*time.Second)
-		defer cancel()
-		desc := &grpc.StreamDesc{ServerStreams: true}
-		stream, err := reader.conns[m.Name].NewStream(ctx, desc, "/dpserve.v1.Control/Watch",
-			grpc.CallContentSubtype(noderpc.CodecName))
-		if err != nil {
-			return "", err
-		}
-		var got []byte
-		if err := errors.Join(stream.SendMsg([]byte("0")), stream.RecvMsg(&got)); err != nil {
-			return "", err
-		}
-		var update cluster.Update
-		err = json.Unmarshal(got, &update)
-		return string(update.State), err
-	}
-	u.Eventually("the same copies at every control node", func() error {
-		first := ""
-		for i, m := range u.All[:3] {
-			text, err := read(m)
-			if err != nil {
-				return err
-			}
-			if i == 0 {
-				first = text
-			}
-			if text == "" || text != first {
-				return fmt.Errorf("at %s %s, at %s %s", u.All[0].Name, first, m.Name, text)
-			}
-		}
-		return nil
-	})
-}
-
 // MB6: the control nodes first. What the next version adds is refused while an old control node is there, and
 // used when there is none; old workers and ingresses follow a state with a field that they do not know. A
 // control node that goes back behind that is refused.
@@ -209,8 +164,6 @@ func TestMB6UpgradeControlNodesFirst(t *testing.T) {
 	leader := u.Leader()
 	require.NotEqual(t, last.Name, leader.Name)
 	u.says(leader, markRefused, "too old: "+last.Name)
-	u.restart(all[0], u.old) // back, and again
-	u.restart(all[0], u.next)
 	u.deploy("mixed", edge)
 	for _, m := range all {
 		assert.NotContains(t, m.Log(), "marked=\"by",
@@ -225,7 +178,7 @@ func TestMB6UpgradeControlNodesFirst(t *testing.T) {
 	u.deploy("later", edge)
 	u.says(edge, "passes over what it does not know")
 	assert.NotZero(t, counted(t, edge, "dpserve_unknown_messages_total", `kind="state"`))
-	for _, m := range append(u.workers(), edge) {
+	for _, m := range []*harness.Member{u.workers()[0], edge} {
 		u.restart(m, u.next)
 	}
 	u.sameStates()
@@ -279,6 +232,5 @@ func TestMB6UpgradeWorkersFirstAndBack(t *testing.T) {
 	for _, m := range u.All {
 		assert.NotContains(t, m.Log(), "leaves consensus")
 	}
-	u.sameCopies()
 	u.AllQuiet()
 }
