@@ -158,6 +158,17 @@ func (m *Peer) Again(timers map[string]time.Duration) error {
 	return err
 }
 
+// Boot starts a node that was dropped: its machine is on again, with what its disk holds.
+func (m *Peer) Boot() error {
+	_ = m.drained() // a node that was dropped has no result
+	_ = m.closed()
+	m.place.Up()
+	m.journalWriter.dead.Store(false)
+	err := m.Again(nil)
+	m.dropped.Store(err != nil)
+	return err
+}
+
 // drained waits until the node, after stop, has answered its last request. A dropped node has no result: its
 // sockets were closed under it, as with a killed process.
 func (m *Peer) drained() error {

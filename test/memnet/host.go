@@ -108,6 +108,9 @@ func (h *Host) Down() {
 	}
 }
 
+// Up lets a host that is down receive and send again.
+func (h *Host) Up() { h.net.change(func() { delete(h.net.down, h.name) }) }
+
 // window bounds the unread bytes of one direction, as socket buffers do.
 const window = 256 << 10
 
