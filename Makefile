@@ -54,6 +54,13 @@ bench-trace: ## routing policies on a trace, on virtual time: TRACE=agents LOAD=
 acceptance: ## rows of test/acceptance.md in real time, with real processes
 	DPSERVE_ACCEPTANCE=1 go test -count=1 -timeout 30m ./cmd/... ./test/...
 
+# A mutant is a rule of the product that is broken on purpose: test/mutants.
+.PHONY: nightly
+nightly: acceptance ## for a night: 1,000 random walks over whole nodes, mutants of the product, and the rows in real time
+	go test -count=1 -timeout 3h ./test/inprocess -run 'TestRandomWalk' -walk.seeds 1000 -nodes.seeds 1000
+	DPSERVE_SEEDS=1000 go test -count=1 ./actors/controller -run TestRG3OldIncarnationReturns
+	DPSERVE_MUTANTS=1 go test -count=1 -v -timeout 3h ./test/mutants
+
 # Installs the CPU build of vLLM and NIXL once, outside the repository (minutes, 6 GB); see docs/real-vllm.md.
 .PHONY: test-vllm
 test-vllm: ## real vLLM engines on the CPU, attached and launched: events, routing, deaths, updates, drain; groups; pairs under faults

@@ -38,6 +38,7 @@ func TestLogsHoldNoPromptOfAnEnginesMessage(t *testing.T) {
 				"answer": replies(c.status, c.body), "event": sends(c.body),
 			} {
 				t.Run(name+" "+kind+" "+level.String(), func(t *testing.T) {
+					t.Parallel()
 					g := newRig(t, options{engines: []http.HandlerFunc{e, e}, level: level})
 					a := g.post("/v1/chat/completions", streamBody)
 					if kind == "answer" {

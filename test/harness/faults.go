@@ -90,6 +90,10 @@ var peerGone = slices.Concat(raftPeer, Fault{
 		Msg: "gossip reaches a node over TCP only.*", With: "UDP probes failed",
 		Why: "the node dies between the two probes",
 	},
+	{
+		Msg: "rank 0 does not tell its settings", With: "cannot be reached|deadline exceeded|no leader answers",
+		Why: "its node has ended, or the leader",
+	},
 	{Msg: "leadership was not handed over", Why: "the successor ends too"},
 })
 
