@@ -62,7 +62,8 @@ func (l *lines) count(words string) int {
 // state from before the entry, says what to do, and continues from its log after an upgrade.
 func TestUnreadableEntryEndsTheRun(t *testing.T) {
 	t.Parallel()
-	const reads = `{"put_future":{"app":"demo"}}` // the other forms of what a version cannot read: internal/state
+	// the other forms of what a version cannot read: internal/state
+	const reads = `{"put_future":{"app":"demo"}}`
 	g := newGroup(t)
 	first := g.add(cluster.Config{NodeID: "node-1", DataDir: t.TempDir()})
 	g.ready(first)

@@ -91,7 +91,7 @@ var peerGone = slices.Concat(raftPeer, Fault{
 		Why: "the node dies between the two probes",
 	},
 	{
-		Msg: "rank 0 does not tell its settings", With: "cannot be reached|deadline exceeded|no leader answers",
+		Msg: "rank 0 does not tell its settings", With: "cannot be reached|deadline exceeded|no leader",
 		Why: "its node has ended, or the leader",
 	},
 	{Msg: "leadership was not handed over", Why: "the successor ends too"},

@@ -230,7 +230,8 @@ func (r *nodeWalk) remove() {
 		r.starts()
 		if l := r.leader(); l != nil {
 			ctx, cancel := context.WithTimeout(r.t.Context(), 5*time.Second)
-			req, err := http.NewRequestWithContext(ctx, http.MethodDelete, l.Admin()+"/api/v1/nodes/"+p.ID, nil)
+			path := l.Admin() + "/api/v1/nodes/" + p.ID
+			req, err := http.NewRequestWithContext(ctx, http.MethodDelete, path, nil)
 			require.NoError(r.t, err)
 			resp, err := l.Send(req)
 			cancel()

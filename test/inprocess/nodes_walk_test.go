@@ -57,8 +57,9 @@ func worlds() []world {
 		{name: "fence", nodes: 3, fence: true, kinds: nodeFaults()},
 		gentle,
 		{
-			name: "removal", nodes: 4, workers: 1, options: []harness.Option{harness.Roles(3, "worker", "ingress")},
-			kinds: append(nodeFaults(), nodeFault{"remove", 2, (*nodeWalk).remove}),
+			name: "removal", nodes: 4, workers: 1,
+			options: []harness.Option{harness.Roles(3, "worker", "ingress")},
+			kinds:   append(nodeFaults(), nodeFault{"remove", 2, (*nodeWalk).remove}),
 		},
 	}
 }

@@ -118,8 +118,8 @@ func (m *mutant) apply(t *testing.T) (root, text string) {
 	require.NoError(t, err)
 	b, err := os.ReadFile(filepath.Join(root, m.file))
 	require.NoError(t, err)
-	assert.Equal(t, 1, strings.Count(string(b), m.from), "%s: %q is not in %s any more, or more than once", m.rule,
-		m.from, m.file)
+	n := strings.Count(string(b), m.from)
+	assert.Equal(t, 1, n, "%s: %q is not in %s any more, or more than once", m.rule, m.from, m.file)
 	return root, strings.Replace(string(b), m.from, m.to, 1)
 }
 
@@ -141,7 +141,8 @@ func TestMutants(t *testing.T) {
 			require.NoError(t, os.WriteFile(file, overlay, 0o600))
 			ctx, cancel := context.WithTimeout(t.Context(), limit)
 			defer cancel()
-			cmd := exec.CommandContext(ctx, "go", append([]string{"test", "-overlay", file}, m.noticedBy...)...)
+			args := append([]string{"test", "-overlay", file}, m.noticedBy...)
+			cmd := exec.CommandContext(ctx, "go", args...)
 			cmd.Dir = root
 			out, err := cmd.CombinedOutput()
 			require.Error(t, err, "nobody has noticed it")
