@@ -250,10 +250,10 @@ type PairCandidate struct {
 type PairInfo struct {
 	Decide   string `json:"decide"`
 	Transfer string `json:"transfer"`
-	Fallback string `json:"fallback"` // local | fail
-	Pairs    string `json:"pairs"`    // PairsOn, or "off: " and why
-	Met      int    `json:"met"`      // of All
-	All      int    `json:"all"`      // pairs of ready ranks
+	Fallback string `json:"fallback"`  // local | fail
+	Pairs    string `json:"pairs"`     // PairsOn, or "off: " and why
+	Met      int    `json:"connected"` // of All
+	All      int    `json:"all"`       // pairs of ready ranks
 	// decisions so far by reason
 	Decisions map[string]uint64 `json:"decisions"`
 	Prefill   *Info             `json:"prefill"` // of the prefill pool
@@ -302,7 +302,7 @@ type Info struct {
 	CachingOff    bool     `json:"prefix_caching_off,omitempty"`
 	Ranks         int      `json:"ranks"`
 	Ready         int      `json:"ready"`             // get requests
-	Tripped       int      `json:"tripped,omitempty"` // their last answers failed
+	Tripped       int      `json:"ejected,omitempty"` // their last answers failed
 	// of Tripped: get nothing until a canary comes back
 	LeftOut      int            `json:"left_out,omitempty"`
 	Away         map[string]int `json:"away,omitempty"` // ranks by why they compute nothing: asleep, scaling

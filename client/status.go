@@ -58,12 +58,12 @@ type PoolStatus struct {
 
 // PDStatus is how an application with a prefill and a decode pool works.
 type PDStatus struct {
-	Transfer string `json:"transfer"` // nixl | nixl-push | mooncake | sglang | sim
-	Decide   string `json:"decide"`   // isl | prefill-load | uncached>=N | always | mex
-	Fallback string `json:"fallback"` // local | fail
-	Pairs    string `json:"pairs"`    // PairsOn, or "off: " and why no prefill rank can be used
-	Met      int    `json:"met"`      // of All: pairs that may have a client's request
-	All      int    `json:"all"`      // pairs of a ready prefill rank and a ready decode rank
+	Transfer string `json:"transfer"`  // nixl | nixl-push | mooncake | sglang | sim
+	Decide   string `json:"decide"`    // isl | prefill-load | uncached>=N | always | mex
+	Fallback string `json:"fallback"`  // local | fail
+	Pairs    string `json:"pairs"`     // PairsOn, or "off: " and why no prefill rank can be used
+	Met      int    `json:"connected"` // of All: pairs that may have a client's request
+	All      int    `json:"all"`       // pairs of a ready prefill rank and a ready decode rank
 	// requests that ended, by what computed their prompt: a prefill rank, or the decode rank as decided, or
 	// the decode rank because no prefill rank could
 	Remote    uint64 `json:"remote"`
@@ -128,7 +128,7 @@ type RankStatus struct {
 	TTFTp95Ms   float64 `json:"ttft_p95_ms"`        //
 	Progress    string  `json:"progress,omitempty"` // while starting: what it waits for
 	// its last answers failed, and no canary has come back yet
-	Tripped bool `json:"tripped,omitempty"`
+	Tripped bool `json:"ejected,omitempty"`
 	// asleep or scaling: its engine says that it does not compute now, and gets no request until it does
 	Away string `json:"away,omitempty"`
 

@@ -82,7 +82,7 @@ func TestFiveFailuresTripAndACanaryClears(t *testing.T) {
 		fail(1)
 		got := r.tape.take()
 		last := got[len(got)-1]
-		assert.Equal(t, [...]any{msg.RecState, false, true, "tripped"},
+		assert.Equal(t, [...]any{msg.RecState, false, true, "ejected"},
 			[...]any{last.Kind, last.Accepting, last.Tripped, last.Cause})
 		assert.Equal(t, msg.Granted, r.ask().Refusal, "who sees all ranks decides whether it is left out")
 		assert.True(t, r.Status().Tripped)
@@ -230,11 +230,11 @@ func TestHealthFencesAtOnceOrAsksTheCanary(t *testing.T) {
 		"silent, but it computes": {engine.Unanswered, nil, ""},
 		"silent": {
 			engine.Unanswered, errors.New("time-out"),
-			"health check: it is unanswered; then the canary failed: time-out",
+			"health check: it is unanswered; then the probe failed: time-out",
 		},
 		"odd": {
 			engine.Odd, errors.New("no"),
-			"health check: it is odd; then the canary failed: no",
+			"health check: it is odd; then the probe failed: no",
 		},
 	}
 	for name, c := range cases {
@@ -327,7 +327,7 @@ func TestStalls(t *testing.T) {
 				}
 				require.Len(t, events, 1)
 				assert.Equal(t, "no progress for "+c.lost+
-					" with 1 requests in hand; then the canary failed: time-out", events[0].Cause)
+					" with 1 requests in hand; then the probe failed: time-out", events[0].Cause)
 				records := r.tape.take()
 				last := records[len(records)-1]
 				assert.True(t, last.Fenced && last.Cause == msg.CauseStalled, "its streams are cut")

@@ -338,7 +338,7 @@ func (r *replica) judgeEngine() {
 	v, by := r.judge()
 	if v == fenceRank {
 		state := &r.monitor.gate.suspicions[by]
-		cause := fmt.Sprintf("%s; then the canary failed: %v", state.cause, state.failure)
+		cause := fmt.Sprintf("%s; then the probe failed: %v", state.cause, state.failure)
 		if by == tripped {
 			cause = fmt.Sprintf("%d requests and %d canaries failed: %v", r.trip.answers.failed(),
 				state.failed, state.failure)

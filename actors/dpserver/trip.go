@@ -68,8 +68,8 @@ func (p *trip) note(failed bool) {
 	if p.r.spec.Target.Owned {
 		p.r.monitor.gate.report(tripped, "", time.Now())
 	}
-	p.r.publishState("tripped")
-	p.r.log.Warn("rank is tripped: its last answers failed", slog.Int("in_a_row", p.answers.inRow),
+	p.r.publishState("ejected")
+	p.r.log.Warn("rank is ejected: its last answers failed", slog.Int("in_a_row", p.answers.inRow),
 		slog.Int("failed", p.answers.failed()), slog.Int("of_last", tripWindow))
 	p.armTimer()
 }
@@ -102,7 +102,7 @@ func (p *trip) end() {
 	}
 	stopTimer(p.timer)
 	*p = trip{r: p.r}
-	p.r.log.Info("rank is no longer tripped")
+	p.r.log.Info("rank is no longer ejected")
 	p.r.publishState("")
 }
 

@@ -53,7 +53,7 @@ func causesTable() string {
 // causeRow is a row of the table in words.
 func causeRow(row *dispatch.Row) []string {
 	next := map[dispatch.Again]string{
-		dispatch.Nobody: "nobody", dispatch.Other: "another rank", dispatch.Any: "any rank with room",
+		dispatch.Nobody: "nobody", dispatch.Other: "another rank", dispatch.Any: "any rank with a free slot",
 	}[row.Again]
 	cost := map[dispatch.Cost]string{dispatch.Refusal: "refusal", dispatch.Run: "attempt"}[row.Cost]
 	if row.Pays {
@@ -61,7 +61,7 @@ func causeRow(row *dispatch.Row) []string {
 	}
 	var against []string
 	for word, is := range map[string]bool{
-		"its trip": row.Charge, "its health is checked": row.Probe && !row.Charge,
+		"counts towards its ejection": row.Charge, "its health is checked": row.Probe && !row.Charge,
 		"full for a while": row.Busy,
 	} {
 		if is {

@@ -213,9 +213,9 @@ func (p *pairApp) state() (text string, count pairCount) {
 	case !p.decode.canServe():
 		return "off: no decode rank is ready", count
 	case count.met == 0 && count.why != "":
-		return "off: no pair has met: " + count.why, count
+		return "off: no pair is connected: " + count.why, count
 	case count.met == 0:
-		return "off: no pair has met yet", count
+		return "off: no pair is connected yet", count
 	}
 	return "on", count
 }
@@ -311,7 +311,7 @@ func (b *pairBackend) SetPairs(met, all int, why string) {
 	old := b.count.Swap(&pairCount{met, all, why})
 	b.metrics.Pairs(met, all)
 	if all > 0 && met == all && (old == nil || old.met != met || old.all != all) {
-		b.log.Info("all pairs of a prefill rank and a decode rank have met", slog.Int("pairs", all))
+		b.log.Info("all pairs of a prefill rank and a decode rank are connected", slog.Int("pairs", all))
 	}
 }
 

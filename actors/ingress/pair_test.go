@@ -46,7 +46,7 @@ func TestSplit(t *testing.T) {
 			g.requireMetric(`dpserve_pd_decisions_total{app="demo",reason="always"}`, "2")
 			g.requireMetric(`dpserve_pd_legs_total{app="demo",ending="ok",side="prefill"}`, "2")
 			g.requireMetric(`dpserve_pd_legs_total{app="demo",ending="ok",side="decode"}`, "2")
-			g.requireMetric(`dpserve_pd_pairs{app="demo",state="met"}`, "1")
+			g.requireMetric(`dpserve_pd_pairs{app="demo",state="connected"}`, "1")
 		})
 	}
 }

@@ -35,7 +35,7 @@ func TestProbesAnswer(t *testing.T) {
 	assert.Equal(t, "success", g.get("/-/healthz").body)
 	assert.JSONEq(t, `{"/": "demo,other", "/team/a": "hidden"}`, g.get("/-/routes").body)
 
-	g.replicas[0].say(false, false, "tripped")
+	g.replicas[0].say(false, false, "ejected")
 	for _, path := range readiness {
 		a := g.get(path)
 		assert.Equal(t, 503, a.status, path)
@@ -68,7 +68,7 @@ func TestModelsTellTheirLength(t *testing.T) {
 	n, _ := length()
 	assert.InDelta(t, 4096, n, 0)
 	assert.Contains(t, g.get("/v1/models/demo").body, `"max_model_len":4096`)
-	g.replicas[1].say(false, false, "tripped")
+	g.replicas[1].say(false, false, "ejected")
 	n, _ = length()
 	assert.InDelta(t, 8192, n, 0)
 }

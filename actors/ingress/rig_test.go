@@ -245,7 +245,7 @@ func (r *replica) judge(m *msg.Done) {
 	}
 	if r.trips && r.failures == 5 && !r.tripped {
 		r.accepting, r.tripped = false, true
-		r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Tripped: true}, Cause: "tripped"})
+		r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Tripped: true}, Cause: "ejected"})
 	}
 }
 

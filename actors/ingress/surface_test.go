@@ -239,7 +239,7 @@ func TestPolicyDirect(t *testing.T) {
 	assert.Equal(t, "2", a.header.Get("X-Dpserve-Rank"))
 	assert.Equal(t, 400, g.post("/v1/chat/completions", chatBody).status)
 	assert.Equal(t, 400, g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "7/0").status)
-	g.replicas[1].say(false, false, "tripped")
+	g.replicas[1].say(false, false, "ejected")
 	a = g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "0/1")
 	assert.Equal(t, 503, a.status)
 	assert.NotEmpty(t, a.header.Get("Retry-After"))
@@ -309,7 +309,7 @@ func TestTheNamedRankIsTakenUnderEveryPolicy(t *testing.T) {
 	e.open <- struct{}{}
 	assert.Equal(t, 200, (<-full).status)
 
-	g.replicas[1].say(false, false, "tripped")
+	g.replicas[1].say(false, false, "ejected")
 	a = ask("/v1/chat/completions", "0/1")
 	assert.Equal(t, 503, a.status)
 	assert.Contains(t, a.body, "rank 0/1, which x-dpserve-rank names, is not ready")

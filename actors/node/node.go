@@ -339,7 +339,7 @@ func (n *Node) awaitRequests(ctx context.Context, wait time.Duration) {
 // markStop writes the stop mark. Without it the next process does not know of this end.
 func (n *Node) markStop() {
 	if err := n.cfg.save(stopFile, true); err != nil {
-		n.log.Warn("cannot note that this process was told to end", slog.String("err", err.Error()))
+		n.log.Warn("cannot record that this process was asked to end", slog.String("err", err.Error()))
 	}
 }
 

@@ -303,7 +303,7 @@ func drainProgress(ctx context.Context, cluster admin, node string) (left string
 	case "drained", "lost":
 		return "", true, nil
 	case "alive":
-		return "", false, problem.New(problem.Conflict, "%s is %s: somebody has ended the drain",
+		return "", false, problem.New(problem.Conflict, "%s is %s: the drain was ended",
 			node, n.State).WithHint("`dpserve drain %s` begins it again", node)
 	}
 	left = fmt.Sprintf("%s: %s, %s in flight", node, formatCount(n.Ranks, "rank"),

@@ -79,7 +79,7 @@ func TestDrainThatAnotherUserEnded(t *testing.T) {
 	c := newCLI(t)
 	c.cluster.nodes.script = [][]client.NodeStatus{twoNodes(client.NodeStatus{Node: "b", State: "alive"})}
 	assert.Equal(t, 1, c.run([]string{"drain", "b"}))
-	assert.Contains(t, c.stderr(), "b is alive: somebody has ended the drain")
+	assert.Contains(t, c.stderr(), "b is alive: the drain was ended")
 	assert.Nil(t, c.cluster.nodes.deadline)
 }
 

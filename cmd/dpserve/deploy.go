@@ -183,7 +183,7 @@ func replacedError(a *client.AppStatus, want uint64) error {
 	}
 	return problem.New(problem.Conflict,
 		"%s: revision %d was replaced by revision %d while it was rolled out", a.Name, want, a.Revision).
-		WithHint("somebody else deployed it; `dpserve status %s` shows what runs now", a.Name)
+		WithHint("it was deployed again meanwhile; `dpserve status %s` shows what runs now", a.Name)
 }
 
 // findApp returns the named application, or the named pool of one. The error lists the existing applications.

@@ -69,6 +69,6 @@ func awaitPairs(t *testing.T, admin string) {
 		cmd := exec.CommandContext(t.Context(), bin, "status", "pd")
 		cmd.Env = append(cleanEnviron(), "DPSERVE_ADDR="+admin)
 		out, err := cmd.Output()
-		return err == nil && strings.Contains(string(out), "pairs 8/8 met")
+		return err == nil && strings.Contains(string(out), "pairs 8/8 connected")
 	}), "the pairs do not meet")
 }

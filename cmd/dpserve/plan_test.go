@@ -195,7 +195,7 @@ func TestDeployEndsWhenAnotherRevisionReplacesIt(t *testing.T) {
 	assert.Equal(t, 1, c.run([]string{"deploy", file(t, tiny)}))
 	assert.Contains(t, c.stderr(),
 		"dpserve: demo: revision 2 was replaced by revision 3 while it was rolled out\n"+
-			"hint: somebody else deployed it; `dpserve status demo` shows what runs now\n")
+			"hint: it was deployed again meanwhile; `dpserve status demo` shows what runs now\n")
 	assert.Empty(t, c.stdout())
 
 	// a rank that is attached meanwhile is a revision too

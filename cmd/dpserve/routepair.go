@@ -96,7 +96,7 @@ func addPairRows(t *table, p *client.PairInfo) {
 	row("decide", p.Decide)
 	row("transfer", p.Transfer)
 	row("fallback", p.Fallback)
-	row("pairs", fmt.Sprintf("%s, %d of %d met", p.Pairs, p.Met, p.All))
+	row("pairs", fmt.Sprintf("%s, %d of %d connected", p.Pairs, p.Met, p.All))
 	var counts []string
 	for _, reason := range slices.Sorted(maps.Keys(p.Decisions)) {
 		counts = append(counts, fmt.Sprintf("%s %d", reason, p.Decisions[reason]))
@@ -125,7 +125,7 @@ func describePD(pd *client.PDStatus) string {
 		fmt.Sprintf("requests %d remote, %d local, %d fall-back", pd.Remote, pd.Local, pd.Fallbacks),
 	}
 	if pd.Pairs == client.PairsOn {
-		parts = append(parts, fmt.Sprintf("pairs %d/%d met", pd.Met, pd.All))
+		parts = append(parts, fmt.Sprintf("pairs %d/%d connected", pd.Met, pd.All))
 	} else {
 		parts = append(parts, "pairs "+pd.Pairs)
 	}

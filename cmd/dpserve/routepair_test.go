@@ -112,7 +112,7 @@ func TestPairExplainDocuments(t *testing.T) {
 func TestPairExplainWithoutAPrefillRank(t *testing.T) {
 	x := explainedPair()
 	p := x.Pair
-	p.Way, p.Prefill, p.Reason, p.Why = "fallback", "", "not_prewarmed", "no prefill rank has met it"
+	p.Way, p.Prefill, p.Reason, p.Why = "fallback", "", "not_prewarmed", "no prefill rank is connected to it"
 	x.Replay = &client.Replay{
 		RequestID: "abc", At: time.Unix(0, 0), Attempt: 1, Policy: "isl", Pick: "0/1", Reason: "long_prefill",
 		HitTokens: 64, Pair: &client.PairReplay{Way: "remote", Prefill: "0/1"},
@@ -120,7 +120,8 @@ func TestPairExplainWithoutAPrefillRank(t *testing.T) {
 	lines := describePair(x, statusView{})
 	assert.Equal(t, "then    abc at 1970-01-01T00:00:00Z: prefill rank 0/1 and decode rank 0/1 by isl: "+
 		"long_prefill, hit 64 tokens; the rest is what it would get now", lines[0])
-	assert.Equal(t, "pick    decode rank 0/0 alone: fallback, not_prewarmed: no prefill rank has met it",
+	assert.Equal(t, "pick    decode rank 0/0 alone: fallback, not_prewarmed: no prefill rank is connected "+
+		"to it",
 		lines[1])
 	x.Pick, x.Decision, p.Reason, p.Why = "", "queue", "no_room", "the decode pool has no rank for it"
 	assert.Equal(t, "pick    none: queue, no_room: the decode pool has no rank for it",
@@ -146,7 +147,7 @@ ROUTER        pd
 decide        uncached>=512
 transfer      nixl
 fallback      local
-pairs         on, 7 of 8 met
+pairs         on, 7 of 8 connected
 decisions     decode_holds 3, long_prefill 12
 pool          decode
 policy        mex
@@ -162,7 +163,7 @@ func TestStatusOfTwoPools(t *testing.T) {
 		TransferBytes: 64 << 20,
 	}}
 	assert.Equal(t, []string{
-		"pd: requests 12 remote, 3 local, 1 fall-back; pairs 5/6 met; transfers 1.2ms, 64.0 MiB",
+		"pd: requests 12 remote, 3 local, 1 fall-back; pairs 5/6 connected; transfers 1.2ms, 64.0 MiB",
 	}, statusNotes([]client.AppStatus{a, {Name: "plain"}}))
 	a.PD = &client.PDStatus{Pairs: "off: no prefill rank is ready"}
 	assert.Equal(t, []string{

@@ -80,7 +80,7 @@ func routerTable(r *client.Info) *table {
 	}
 	row("ranks ready", fmt.Sprintf("%d/%d", r.Ready, r.Ranks))
 	if r.Tripped > 0 {
-		row("ranks tripped", fmt.Sprintf("%d, %d of them left out", r.Tripped, r.LeftOut))
+		row("ranks ejected", fmt.Sprintf("%d, %d of them left out", r.Tripped, r.LeftOut))
 	}
 	for _, why := range slices.Sorted(maps.Keys(r.Away)) {
 		row("ranks "+why, strconv.Itoa(r.Away[why]))

@@ -251,7 +251,7 @@ func TestStatusUnhealthy(t *testing.T) {
 	assert.NotContains(t, c.stdout(), "demo/0/0")
 	assert.Contains(t, c.stdout(), "demo: 2 of 3 ready; failed 0/1; ready 0/2\n")
 	assert.Contains(t, c.stdout(), "demo/0/2  ready ")
-	assert.Contains(t, c.stdout(), "tripped: its last answers failed")
+	assert.Contains(t, c.stdout(), "ejected: its last answers failed")
 	assert.Contains(t, c.stdout(), "asleep: its engine says so")
 
 	c = newCLI(t)

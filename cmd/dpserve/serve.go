@@ -100,7 +100,7 @@ func (f *serveFlags) add(cmd *cobra.Command) {
 	f.set.IntVar(&f.dpSize, "dp-size", 1, "data-parallel `ranks`: engines, or decode engines with --prefill")
 	f.set.BoolVar(&f.lockstep, "lockstep", false,
 		"the ranks are one group and fail together, as mixture-of-experts models over several ranks do")
-	f.set.IntVar(&f.prefill, "prefill", 0, "`ranks` that only compute prompts, beside those of --dp-size")
+	f.set.IntVar(&f.prefill, "prefill", 0, "`ranks` that only compute prompts, on top of those of --dp-size")
 	f.set.StringVar(&f.transfer, "transfer", "",
 		"how KV blocks go from a prefill rank to a decode rank: nixl, nixl-push, mooncake, sglang or sim")
 	f.set.Float64Var(&f.gpus, "gpus-per-rank", 0,

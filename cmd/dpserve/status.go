@@ -45,7 +45,7 @@ The last line, "next: ...", says what to do if something needs a person; without
 
 Of an application with prefill and decode ranks, a line under the tables has the requests whose prompt a
 prefill rank computed (remote), the decode rank (local), or the decode rank because no prefill rank could
-(fall-back), the pairs of ranks that have met, and the transfers of KV blocks that the engines have
+(fall-back), the pairs of ranks that are connected, and the transfers of KV blocks that the engines have
 counted: the mean time of one, and the bytes of all.`,
 		Example: `  dpserve status demo -w
   dpserve status --unhealthy                   # only what does not run

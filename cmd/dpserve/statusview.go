@@ -370,7 +370,7 @@ func (r rankRow) pool() string {
 func (r rankRow) reason() string {
 	switch {
 	case r.rank.Phase == string(state.Ready) && r.rank.Tripped:
-		return "tripped: its last answers failed"
+		return "ejected: its last answers failed"
 	case r.rank.Phase == string(state.Ready) && r.rank.Away != "":
 		return r.rank.Away + ": its engine says so; it gets requests again when the engine is back"
 	case r.rank.Phase == string(state.Ready):

@@ -69,8 +69,8 @@ func TestUsageErrors(t *testing.T) {
 			"dpserve: FILE and --attach exclude each other\nhint: see `dpserve help up`\n",
 		},
 		{
-			"start --timers canary=soon",
-			"dpserve: --timers canary=soon: wanted a duration\nhint: for example --timers canary=500ms\n",
+			"start --timers probe=soon",
+			"dpserve: --timers probe=soon: wanted a duration\nhint: for example --timers probe=500ms\n",
 		},
 		{
 			"start --log-format xml",

@@ -99,7 +99,7 @@ func TestPairsOfAllIngresses(t *testing.T) {
 		"n1": &viewedNode{
 			queued: 1, ranks: rank("prefill", 0, &client.TransferStatus{Count: 1, TotalMs: 20, Bytes: 24}),
 			pairs: map[string]client.PDStatus{"pd": {
-				Transfer: "nixl", Pairs: "off: no pair has met", All: 2, Remote: 1, Fallbacks: 4,
+				Transfer: "nixl", Pairs: "off: no pair is connected", All: 2, Remote: 1, Fallbacks: 4,
 			}},
 		},
 		"n2": &viewedNode{err: errors.New("cut off")},
@@ -113,8 +113,8 @@ func TestPairsOfAllIngresses(t *testing.T) {
 	assert.Nil(t, list[1].PD, "it is with the decode pool")
 	assert.Equal(t, 3, list[2].Queued)
 	assert.Equal(t, &client.PDStatus{
-		Transfer: "nixl", Pairs: "off: no pair has met", Met: 0, All: 2, Remote: 6, Local: 1, Fallbacks: 4,
-		TransferMs: 20, TransferBytes: 1024,
+		Transfer: "nixl", Pairs: "off: no pair is connected", Met: 0, All: 2, Remote: 6, Local: 1,
+		Fallbacks: 4, TransferMs: 20, TransferBytes: 1024,
 	}, list[2].PD)
 
 	list = newList()

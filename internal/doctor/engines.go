@@ -184,7 +184,7 @@ func (m *Model) judge() []Finding {
 		out.fail(download+", or write load_format: dummy into engine.args", "%s has no weights", where)
 	}
 	if m.NoTokenizer {
-		out.warn("copy tokenizer.json and tokenizer_config.json beside config.json", "%s has no tokenizer",
+		out.warn("copy tokenizer.json and tokenizer_config.json next to config.json", "%s has no tokenizer",
 			where)
 	}
 	if m.Files == 0 {

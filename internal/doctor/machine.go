@@ -60,7 +60,7 @@ func checkClock(f *Facts) []Finding {
 		out.fail(hintTime, "the wall clock says %s", wall)
 	case c.Slept <= 0:
 		out.fail("restart the machine, or look at its clock source in "+
-			"/sys/devices/system/clocksource/clocksource0", "the monotonic clock stands still")
+			"/sys/devices/system/clocksource/clocksource0", "the monotonic clock is stopped")
 	case (c.Passed - c.Slept).Abs() > stepNoted:
 		out.warn(hintTime, "the wall clock moved by %s in %s: it is being set", c.Passed, c.Slept)
 	case c.Sync == NotSynced:
@@ -140,7 +140,7 @@ func checkFiles(f *Facts) []Finding {
 	}
 	hint := fmt.Sprintf("allow %d: LimitNOFILE= in the unit of systemd, `ulimit -n` in the shell that "+
 		"starts dpserve, --ulimit nofile= of docker", l.Needed())
-	found := fmt.Sprintf("%s may open %d files: enough for %d streams beside %d ranks", l.Of, l.Limit,
+	found := fmt.Sprintf("%s may open %d files: enough for %d streams and %d ranks", l.Of, l.Limit,
 		l.Accepted(), l.Ranks)
 	switch streams := l.Accepted(); {
 	case streams < min(FewestStreams, l.Streams):

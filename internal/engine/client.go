@@ -336,7 +336,7 @@ func (c *Client) Cache(ctx context.Context) (Cache, error) {
 }
 
 // errNoCompletion: an engine answered a canary without a completion.
-var errNoCompletion = errors.New("the canary was answered without a completion")
+var errNoCompletion = errors.New("the probe was answered without a completion")
 
 // errorTextLimit cuts an engine's error text in bytes.
 const errorTextLimit = 300

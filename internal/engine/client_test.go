@@ -182,7 +182,7 @@ func TestCanary(t *testing.T) {
 		"unknown model": {404, `{"error":{"message":"The model x does not exist.",` +
 			`"type":"NotFoundError","param":"model","code":404}}`, "/v1/completions answered 404: The " +
 			"model x does not exist."},
-		"garbage": {200, "<html>", "the canary was answered without a completion: invalid character '<' " +
+		"garbage": {200, "<html>", "the probe was answered without a completion: invalid character '<' " +
 			"looking for beginning of value"},
 		"long text": {
 			500, `{"error":{"message":"` + strings.Repeat("x", 400) + `"}}`,

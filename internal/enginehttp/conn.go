@@ -142,7 +142,7 @@ func (c *conn) readHead() (*head, error) {
 			return h, nil
 		}
 		if interim++; interim > maxInterim || h.status == 101 {
-			return nil, malformed("too many interim answers, or a switch of protocols that nobody asked for")
+			return nil, malformed("too many interim answers, or a switch of protocols that was not asked for")
 		}
 	}
 }

@@ -109,7 +109,7 @@ type notLeaderError struct{ leader string }
 
 func (e *notLeaderError) Error() string {
 	if e.leader == "" {
-		return cluster.ErrNotLeader.Error() + "; nobody leads at the moment"
+		return cluster.ErrNotLeader.Error() + "; no node leads at the moment"
 	}
 	return cluster.ErrNotLeader.Error() + "; it is " + e.leader
 }

@@ -72,7 +72,7 @@ func (n *NodeClient) ResetRouter(ctx context.Context, app string) (int, error) {
 }
 
 // errLogIdle is the cause of the end of a log without lines for logsIdle.
-var errLogIdle = errors.New("the log stands still")
+var errLogIdle = errors.New("the log does not grow")
 
 // Logs implements msg.NodeView.
 func (n *NodeClient) Logs(ctx context.Context, q msg.LogQuery, give func(msg.LogLine) error) error {

@@ -49,7 +49,7 @@ func TestThreeIngressesTwoNodes(t *testing.T) {
 		b.do(func() {
 			b.store(kvindex.Sent, 9)
 			b.accepting = false
-			b.emit(msg.Record{Kind: msg.RecState, Cause: "tripped"})
+			b.emit(msg.Record{Kind: msg.RecState, Cause: "ejected"})
 		})
 		check()
 		late := w2.rank(2, 12) // starts later

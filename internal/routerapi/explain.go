@@ -156,7 +156,7 @@ func explainRank(rk *routing.Rank, why routing.Exclusion, notes RankNotes, v *ro
 		}
 		return "not-ready", "its unit is not ready, or its engine does not accept"
 	case routing.LeftOut:
-		return "tripped", "its last answers failed, and no canary has come back yet"
+		return "ejected", "its last answers failed, and no probe has succeeded yet"
 	case routing.AboveBusy:
 		return "busy", fmt.Sprintf("KV usage %.2f, busy_threshold %.2f", rk.Usage(), v.BusyThreshold)
 	case routing.SilentStream:

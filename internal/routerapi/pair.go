@@ -124,7 +124,7 @@ func pairWords(d *routing.PairDecision, x *client.Explanation, notSplit string) 
 	case routing.PairLeasesFull:
 		return "prompts that wait for their decode ranks fill the prefill ranks' caches"
 	case routing.PairNotPrewarmed:
-		return fmt.Sprintf("no prefill rank has met decode rank %s since both started", rank)
+		return fmt.Sprintf("no prefill rank is connected to decode rank %s since both started", rank)
 	}
 	return "by the decode pool's policy"
 }

@@ -381,7 +381,7 @@ func (s *server) run(signals <-chan os.Signal) {
 		case <-s.wake:
 		case sig := <-signals: // SIGHUP and SIGPIPE mean nothing to a shim
 			if sig == syscall.SIGTERM || sig == syscall.SIGINT {
-				s.ask("its shim was told to end: signal " + sig.String())
+				s.ask("its shim was asked to end: signal " + sig.String())
 			}
 		case <-exited:
 			exited = nil // once

@@ -439,7 +439,7 @@ func TestAShimThatIsToldToEnd(t *testing.T) {
 	assert.Equal(t, 3, r.exit().Code)
 	info, err := r.Info(t.Context())
 	require.NoError(t, err)
-	assert.Equal(t, "its shim was told to end: signal terminated", info.State.Reason)
+	assert.Equal(t, "its shim was asked to end: signal terminated", info.State.Reason)
 }
 
 // A shim whose data dir was removed ends with its engine as soon as it has no owner.

@@ -93,7 +93,7 @@ func removedNodeError(verb, id string) error {
 }
 
 func lastControlError(verb, id string) error {
-	return problem.New(problem.Conflict, "%s: %w: without %q nobody keeps the cluster's state", verb,
+	return problem.New(problem.Conflict, "%s: %w: without %q no node keeps the cluster's state", verb,
 		ErrLastControl, id).
 		WithHint("join another node with --roles control first")
 }

@@ -206,7 +206,7 @@ type PairCounts struct{ Remote, Local, Fallback uint64 }
 func newPair(v *pairVectors, app string) *Pair {
 	return &Pair{
 		vecs: v, name: app,
-		met: v.pairs.WithLabelValues(app, "met"), all: v.pairs.WithLabelValues(app, "all"),
+		met: v.pairs.WithLabelValues(app, "connected"), all: v.pairs.WithLabelValues(app, "all"),
 	}
 }
 
@@ -309,8 +309,8 @@ func newPairVectors() *pairVectors {
 		notSplit: counter("pd_not_split_total",
 			"Requests that go to one rank because they cannot be split, by reason.", labelApp, labelReason),
 		pairs: gauge("pd_pairs",
-			"Pairs of a ready prefill rank and a ready decode rank: all, and those that have met.", labelApp,
-			labelState),
+			"Pairs of a ready prefill rank and a ready decode rank: all, and those that are connected.",
+			labelApp, labelState),
 	}
 }
 

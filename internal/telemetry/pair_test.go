@@ -52,7 +52,7 @@ func TestPairSeries(t *testing.T) {
 		`dpserve_pd_not_split_total{app="pd",reason="several choices"} 1`,
 		`dpserve_pd_notes_total{app="pd",note="redo"} 1`,
 		`dpserve_pd_pairs{app="pd",state="all"} 8`,
-		`dpserve_pd_pairs{app="pd",state="met"} 7`,
+		`dpserve_pd_pairs{app="pd",state="connected"} 7`,
 		`dpserve_pd_requests_total{app="pd",outcome="ok",way="remote"} 1`,
 		`dpserve_pd_requests_total{app="pd",outcome="rejected",way="none"} 1`,
 		`dpserve_pd_ttft_seconds_sum{app="pd",part="transfer"} 0.003`,
@@ -92,7 +92,7 @@ func TestForgetPair(t *testing.T) {
 	joined := strings.Join(series(t, m), "\n")
 	assert.NotContains(t, joined, `app="pd"`)
 	assert.Contains(t, joined, `dpserve_refusals_total{app="pd.decode",code="full"} 1`)
-	assert.Contains(t, joined, `dpserve_pd_pairs{app="other",state="met"} 7`)
+	assert.Contains(t, joined, `dpserve_pd_pairs{app="other",state="connected"} 7`)
 	m.ForgetPair("pd")
 
 	m.Pair("pd").Note("redo")

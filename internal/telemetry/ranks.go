@@ -140,8 +140,8 @@ type rankSamples struct {
 func newRankCollector() *rankCollector {
 	return &rankCollector{
 		inFlight: newRankDesc("rank_inflight", "Requests the rank has in hand."),
-		tripped: newRankDesc("rank_tripped",
-			"1 while the rank's last answers have failed and no canary has come back."),
+		tripped: newRankDesc("rank_ejected",
+			"1 while the rank's last answers have failed and no probe has succeeded."),
 		blocks: newRankDesc("kv_index_blocks",
 			"Blocks that the rank's KV index holds, by its engine's events or by the record of what it "+
 				"was sent."),

@@ -83,7 +83,7 @@ func waitForPairs(ctx context.Context, admin string, want int) error {
 		if err != nil {
 			return err
 		}
-		if met = by["met"]; int(met) >= want {
+		if met = by["connected"]; int(met) >= want {
 			return nil
 		}
 		if err := pause(ctx, between); err != nil {

@@ -119,8 +119,8 @@ var NodeFails = peerGone
 var EngineFails = Fault{
 	{Msg: "(rank|unit) is fenced", Why: "the rank must not answer under its old incarnation"},
 	{
-		Msg: "rank is tripped: its last answers failed",
-		Why: "it gets no request until a canary passes, unless too many ranks are tripped",
+		Msg: "rank is ejected: its last answers failed",
+		Why: "it gets no request until a probe passes, unless too many ranks are ejected",
 	},
 }
 

@@ -302,7 +302,7 @@ func TestTripAndItsCanaries(t *testing.T) {
 					return out
 				}
 				assert.Equal(t, map[string]int{"1 0/1": 5, "2 0/1": 5}, served(10))
-				tripped := c.Journal.Times("rank is tripped")
+				tripped := c.Journal.Times("rank is ejected")
 				require.Len(t, tripped, 1)
 				assert.Equal(t, map[string]int{"1 0/1": 10}, served(10), "nothing reaches a tripped rank")
 				time.Sleep(time.Until(tripped[0].Add(5 * time.Second)))
@@ -314,7 +314,7 @@ func TestTripAndItsCanaries(t *testing.T) {
 				assert.Equal(t, map[string]int{"1 0/1": 10}, served(10), "only a canary can clear the trip")
 				time.Sleep(time.Until(tripped[0].Add(8 * time.Second)))
 				assert.Equal(t, map[string]int{"1 0/0": 5, "1 0/1": 5}, served(10))
-				cleared := c.Journal.Times("rank is no longer tripped")
+				cleared := c.Journal.Times("rank is no longer ejected")
 				require.Len(t, cleared, 1)
 				assert.InDelta(t, 7, cleared[0].Sub(tripped[0]).Seconds(), 0.02,
 					"1 s, 2 s, 4 s, and the time of a token")

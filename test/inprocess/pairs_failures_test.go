@@ -251,9 +251,9 @@ func TestPD10FailuresOfDecodeAreNotChargedToPrefill(t *testing.T) {
 			assert.GreaterOrEqual(t, len(r.engines.Legs(harness.PairPrefill)), 6)
 			r.Quiet()
 			time.Sleep(10 * time.Second) // canaries and health checks
-			assert.Empty(t, r.Journal.Find("rank is tripped", "pd.prefill"))
+			assert.Empty(t, r.Journal.Find("rank is ejected", "pd.prefill"))
 			assert.Empty(t, r.Journal.Find("is fenced", "pd.prefill"))
-			assert.Zero(t, r.total("dpserve_rank_tripped", `app="pd.prefill"`))
+			assert.Zero(t, r.total("dpserve_rank_ejected", `app="pd.prefill"`))
 			for _, u := range r.units("pd.prefill/") {
 				assert.Equal(t, "ready", u.Phase)
 				assert.Zero(t, u.Restarts)

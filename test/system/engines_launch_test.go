@@ -190,7 +190,7 @@ func TestLaunchedSGLangEngines(t *testing.T) {
 // What is wrong with an engine's program is found early, and said once with the last lines or what to do.
 func TestBadEngines(t *testing.T) {
 	t.Parallel()
-	r := harness.Start(t, "--gpus", "4", "--timers", "canary=300ms,start_retry=50ms")
+	r := harness.Start(t, "--gpus", "4", "--timers", "probe=300ms,start_retry=50ms")
 	r.Expect(harness.EngineFails)
 	const isNone = "what answers on the engine's port is no engine"
 	other := strconv.Itoa(ports.Take(t, 1))

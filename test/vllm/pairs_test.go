@@ -159,7 +159,7 @@ func (p *pairs) met(want int) {
 	p.t.Helper()
 	p.dp.Eventually(func() error {
 		_, text := p.dp.Do(http.MethodGet, "/metrics", "")
-		got := valueOf(text, "dpserve_pd_pairs{", `state="met"`)
+		got := valueOf(text, "dpserve_pd_pairs{", `state="connected"`)
 		if int(got) < want {
 			return fmt.Errorf("%v of %d pairs have met", got, want)
 		}

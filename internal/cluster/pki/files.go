@@ -131,7 +131,7 @@ func Load(dir string) (Files, error) {
 			continue
 		case err != nil:
 			// %v instead of %w: a missing key beside a certificate is damage, not a node that has not joined.
-			return Files{}, problem.New(problem.Conflict, "%s cannot be read beside %s: %v", file.name,
+			return Files{}, problem.New(problem.Conflict, "%s cannot be read next to %s: %v", file.name,
 				certFile, err).
 				WithHint("restore the data dir from a backup, or join again with an empty one")
 		}

@@ -125,7 +125,7 @@ func NewCredentials(authorityPEM, certPEM, keyPEM []byte) (*Credentials, error) 
 	}
 	if err := pair.Leaf.CheckSignatureFrom(ca); err != nil || id.Cluster != ca.Subject.CommonName {
 		return nil, problem.New(problem.Conflict,
-			"the node's certificate was not signed by the authority beside it").
+			"the node's certificate was not signed by the authority next to it").
 			WithHint("restore the data dir from a backup, or join again with an empty one")
 	}
 	pair.Certificate = [][]byte{pair.Leaf.Raw, ca.Raw}

@@ -272,7 +272,7 @@ func TestPrograms(t *testing.T) {
 	sglang := &app.Application{Name: "s"}
 	sglang.Engine.Kind = app.KindSGLang
 	write(t, "", venv, "bin", "python3")
-	assert.Equal(t, "no package sglang is installed beside it", find(sglang, env).Unknown)
+	assert.Equal(t, "no package sglang is installed next to it", find(sglang, env).Unknown)
 	write(t, "", venv, "lib", "python3.12", "site-packages", "sglang-0.5.6.dist-info", "METADATA")
 	assert.Equal(t, "0.5.6", find(sglang, env).Version)
 

@@ -59,7 +59,7 @@ func findEngine(ctx context.Context, a *app.Application, command []string, env e
 		return out
 	}
 	if filepath.Base(path) != string(a.Engine.Kind) {
-		out.Unknown = "no package " + string(a.Engine.Kind) + " is installed beside it"
+		out.Unknown = "no package " + string(a.Engine.Kind) + " is installed next to it"
 		return out
 	}
 	out.Version, out.Unknown = askVersion(ctx, path, env, a.Engine.Env)

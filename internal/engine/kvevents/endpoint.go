@@ -272,7 +272,7 @@ func Verify(sources map[int]Source, rank int, pub, replay string) error {
 	switch {
 	case !ok || !s.publishes():
 		return problem.New(problem.Upstream,
-			"the engine publishes no kv events for rank %d, though it was told to", rank)
+			"the engine publishes no kv events for rank %d, though its command asks for them", rank)
 	case s.Endpoint != pub:
 		return problem.New(problem.Upstream, "the engine publishes kv events of rank %d on %s instead of %s",
 			rank, s.Endpoint, pub)
