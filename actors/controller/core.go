@@ -313,7 +313,7 @@ func (c *Core) resumeUnit(now time.Time, rec *state.Unit) {
 	u := c.addFromRecord(rec)
 	u.m = state.Machine{
 		Phase: rec.Phase, Epoch: rec.Epoch, Launch: rec.Launch, Served: c.state.Served[rec.ID],
-		Attempt: rec.Attempt, Failures: max(0, rec.Attempt-1), Starts: 1, Since: phaseSince(rec, now),
+		Attempt: rec.Attempt, Failures: max(0, rec.Attempt-1), Starts: 1, Since: time.UnixMilli(rec.Since),
 		Attach: c.isAttach(rec.App), Reason: rec.Reason, LogTail: rec.LogTail,
 	}
 	switch rec.Phase {
@@ -334,14 +334,6 @@ func (c *Core) resumeUnit(now time.Time, rec *state.Unit) {
 		}
 	}
 	c.changed(now, u, "", u.m.Phase)
-}
-
-// phaseSince is when the phase of a record began; now if the leader that wrote it ran an older version.
-func phaseSince(rec *state.Unit, now time.Time) time.Time {
-	if rec.Since == 0 {
-		return now
-	}
-	return time.UnixMilli(rec.Since)
 }
 
 func (c *Core) addFromRecord(rec *state.Unit) *unit {

@@ -385,7 +385,7 @@ func (u *unit) agreeWithRankZero(ctx context.Context, settings string) error {
 		switch {
 		case ctx.Err() != nil:
 			return context.Cause(ctx)
-		case err != nil: // it runs an older version, or the leader has changed
+		case err != nil: // for example, the leader has changed
 			u.log.Warn("rank 0 does not tell its settings", slog.String("err", err.Error()))
 			return nil
 		case said.Settings == "":

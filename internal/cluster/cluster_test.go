@@ -405,8 +405,3 @@ func BenchmarkStart(b *testing.B) {
 		require.NoError(b, c.Close())
 	}
 }
-
-func writeTo(t testing.TB, dir, name string, data []byte) {
-	t.Helper()
-	require.NoError(t, os.WriteFile(filepath.Join(dir, name), data, 0o600))
-}

@@ -2,7 +2,6 @@ package cluster_test
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"net"
 	"strings"
@@ -406,11 +405,4 @@ func TestDefaultTimers(t *testing.T) {
 		Heartbeat: 200 * time.Millisecond, Election: 200 * time.Millisecond,
 		Lease: 100 * time.Millisecond,
 	}, cluster.DefaultTimers(false))
-}
-
-func writeIdentity(t testing.TB, dir string, content map[string]any) {
-	t.Helper()
-	data, err := json.Marshal(content)
-	require.NoError(t, err)
-	writeTo(t, dir, "cluster.json", data)
 }
