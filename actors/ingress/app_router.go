@@ -65,7 +65,7 @@ type rankTable struct {
 type unitTable struct {
 	readyUnits   map[string]uint64   // units that are ready in the replicated state → epoch
 	fencedUnits  map[string]uint64   // of these, units that a stream showed as fenced → epoch
-	unseenUnits  map[string]struct{} // of these, units of which no stream has reported a rank yet
+	unseenUnits  map[string]struct{} // of these, units of which no rank was heard yet
 	pendingUnits int                 // units that may still become ready, by the state
 	noRoom       string              // why other units cannot be placed; "" if there are none
 	coming       comings
@@ -444,8 +444,9 @@ func (ar *appRouter) whyNotReady() string {
 	return text
 }
 
-// refreshUnseenUnits finds the ready units of which no stream has reported a rank yet: the replicated state
-// is ahead of their streams. Requests wait for these units.
+// refreshUnseenUnits finds the ready units of which no rank was heard yet: the replicated state is ahead of
+// their streams, or their node has started again and is taking its engines over. Requests wait for these
+// units.
 func (ar *appRouter) refreshUnseenUnits() {
 	clear(ar.unseenUnits)
 	for unit := range ar.readyUnits {
@@ -454,9 +455,14 @@ func (ar *appRouter) refreshUnseenUnits() {
 		}
 	}
 	for _, r := range ar.ranks {
-		if ar.isReady(r) {
-			delete(ar.unseenUnits, r.Unit)
-		}
+		ar.noteHeard(r)
+	}
+}
+
+// noteHeard ends the wait for a ready unit one of whose ranks was heard.
+func (ar *appRouter) noteHeard(r *rank) {
+	if r.heard && ar.isReady(r) {
+		delete(ar.unseenUnits, r.Unit)
 	}
 }
 

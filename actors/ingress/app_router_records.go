@@ -290,6 +290,7 @@ func (ar *appRouter) applySnapshot(rec *msg.Record) {
 	}
 	r.accepting, r.busy, r.away, r.maxOngoing, r.seq, r.silent = rec.Snapshot.Accepting, false, "",
 		rec.Snapshot.MaxOngoing, rec.Seq, false
+	r.heard = r.heard || r.accepting || rec.Snapshot.Tripped
 	r.draining = r.draining && !r.accepting
 	if isBack {
 		ar.unitReturns(r)
@@ -336,9 +337,7 @@ func (ar *appRouter) addRank(r *rank, seq uint64, s *msg.Snapshot) {
 		Capacity: s.Capacity, BlockSize: s.BlockSize,
 	})
 	r.publishedReady, r.publishedMax, r.publishedSilent, r.publishedTrip = true, 0, false, -1
-	if ar.isReady(r) {
-		delete(ar.unseenUnits, r.Unit)
-	}
+	ar.noteHeard(r)
 	ar.updateCachingOff()
 }
 
@@ -418,6 +417,11 @@ func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
 		ar.noteFenced(r, rec.Cause)
 	}
 	ar.publish(r) // first, so that no further request is routed there
+	if !r.heard {
+		r.heard = true
+		ar.noteHeard(r)
+		ar.publishPendingUnits()
+	}
 	if rec.Fenced {
 		for _, s := range ar.failFenced(r, !r.draining) {
 			if rec.Cause == msg.CauseStalled {

@@ -56,6 +56,7 @@ type rankRoom struct {
 
 // engineFacts are what a rank's stream says of its engine.
 type engineFacts struct {
+	heard          bool // it has served, or its rank said why not: its node has not just taken it over
 	cachingOff     bool // it runs without prefix caching
 	blockSize      int  // tokens per KV block; 0: unknown
 	sizeFromEvents bool // its KV events use blockSize

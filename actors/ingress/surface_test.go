@@ -353,6 +353,25 @@ func TestRequestsWaitForRanksThatAreReady(t *testing.T) {
 		"nothing is hoped for any more")
 }
 
+// TestRequestsWaitForRanksThatAreTakenOver: a node that has started again reports ranks that its state calls
+// ready, and that do not accept requests before it has found their engines well.
+func TestRequestsWaitForRanksThatAreTakenOver(t *testing.T) {
+	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
+	r := g.replicas[0]
+	g.phase("demo/0/0", state.Ready, 2)
+	r.mu.Lock()
+	r.epoch, r.incarnation, r.seq, r.accepting = 2, r.incarnation+1, 0, false
+	r.snapshot()
+	r.mu.Unlock()
+	got := make(chan answer, 1)
+	go func() { got <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
+	eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, "it waits")
+	r.say(true, false, "")
+	assert.Equal(t, 200, (<-got).status)
+	assert.Zero(t, g.in.ensureAppRouter("demo").router.Load().Snapshot().OnTheWay,
+		"nothing is hoped for any more")
+}
+
 func TestGhostIsIgnored(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	r := g.replicas[0]
