@@ -67,6 +67,11 @@ test-vllm: ## real vLLM engines on the CPU, attached and launched: events, routi
 	test/vllm/install.sh
 	DPSERVE_VLLM=1 go test -count=1 -v -timeout 120m ./test/vllm
 
+# Needs an installed vLLM or SGLang, and runs each step that they allow; see docs/real-engines.md.
+.PHONY: test-gpu
+test-gpu: build ## real engines on a GPU: predictions, policies under load, deaths, prefill and decode; STEPS="up table down" takes some
+	python3 test/gpu/run.py $(STEPS)
+
 .PHONY: clean
 clean: ## what build left behind
 	rm -rf bin
