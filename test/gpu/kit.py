@@ -117,10 +117,10 @@ class Node:
         return sorted((r for r in found if r["unit"].startswith(prefix)), key=lambda r: r["unit"])
 
     def ready(self, count, limit):
-        """Seconds until so many ranks are ready; None: not within the limit."""
+        """Seconds until so many ranks are ready and reported by their node; None: not within the limit."""
         begin = time.time()
         while time.time() - begin < limit:
-            if sum(r["phase"] == "ready" for r in self.ranks()) >= count:
+            if sum(r["phase"] == "ready" and "incarnation" in r for r in self.ranks()) >= count:
                 return time.time() - begin
             time.sleep(0.1)
 
@@ -156,7 +156,7 @@ class Node:
         return seconds, before == self.incarnations()
 
     def incarnations(self):
-        return [(r["unit"], r["pid"], r["epoch"], r["incarnation"]) for r in self.ranks()]
+        return [[r.get(k) for k in ("unit", "pid", "epoch", "incarnation")] for r in self.ranks()]
 
 
 def kill_part(rank, word):
