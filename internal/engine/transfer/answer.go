@@ -6,7 +6,7 @@ import "github.com/dpserve/dpserve/internal/engine/openai"
 // million tokens take half a MiB.
 const MaxAnswer = 4 << 20
 
-// Ending is how a prefill leg ended, by the finish_reason of its answer or what the route has for it.
+// Ending is how a prefill leg ended, by the finish_reason of its answer.
 type Ending uint8
 
 const (
@@ -38,7 +38,7 @@ func ReadPrefill(t Transfer, q *Request, body []byte) (Answer, Failure) {
 		}
 		return a, t.Check(&a)
 	}
-	if a.read(q.Route, body) != nil {
+	if a.read(body) != nil {
 		return a, PrefillBroken
 	}
 	return a, t.Check(&a)
@@ -64,7 +64,7 @@ func holdsError(body []byte) bool {
 }
 
 // read fills a from an answer that is not streamed.
-func (a *Answer) read(route Route, body []byte) error {
+func (a *Answer) read(body []byte) error {
 	return openai.Members(body, func(key []byte, _, v openai.Span) error {
 		raw := body[v.Start:v.End]
 		switch string(key) {
@@ -74,17 +74,7 @@ func (a *Answer) read(route Route, body []byte) error {
 				a.Params = raw
 			}
 		case "choices":
-			if route == Completions || route == Chat || route == Generate {
-				a.Ending = endingOfChoices(raw)
-			}
-		case "stop_reason":
-			if route == Messages {
-				a.Ending = endingOf(raw)
-			}
-		case "status":
-			if route == Responses {
-				a.Ending = endingOf(raw)
-			}
+			a.Ending = endingOfChoices(raw)
 		case "usage":
 			return a.readUsage(raw)
 		}
@@ -115,35 +105,28 @@ func endingOfChoices(raw []byte) Ending {
 	return ending
 }
 
-// endingOf reads the words of all routes. A call of a tool is how the chat routes call a stop.
+// endingOf reads a finish_reason. A call of a tool is how chats call a stop.
 func endingOf(raw []byte) Ending {
 	switch string(raw) {
-	case `"length"`, `"max_tokens"`, `"incomplete"`:
+	case `"length"`:
 		return EndedByLength
-	case `"stop"`, `"tool_calls"`, `"function_call"`, `"end_turn"`, `"stop_sequence"`, `"tool_use"`,
-		`"completed"`:
+	case `"stop"`, `"tool_calls"`, `"function_call"`:
 		return EndedByStop
 	}
 	return EndedOtherwise
 }
 
-// readUsage takes the counts of any route's usage. /v1/messages counts cached tokens apart from the others.
+// readUsage takes the counts of tokens.
 func (a *Answer) readUsage(raw []byte) error {
 	if raw[0] != '{' {
 		return nil
 	}
-	apart := 0
-	err := openai.Members(raw, func(key []byte, _, v openai.Span) error {
+	return openai.Members(raw, func(key []byte, _, v openai.Span) error {
 		value := raw[v.Start:v.End]
 		switch string(key) {
-		case "prompt_tokens", "input_tokens":
+		case "prompt_tokens":
 			a.PromptTokens = tokens(value)
-		case "cache_creation_input_tokens":
-			apart += max(tokens(value), 0)
-		case "cache_read_input_tokens":
-			a.CachedTokens = tokens(value)
-			apart += max(a.CachedTokens, 0)
-		case "prompt_tokens_details", "input_tokens_details":
+		case "prompt_tokens_details":
 			if value[0] == '{' {
 				return openai.Members(value, func(key []byte, _, v openai.Span) error {
 					if string(key) == "cached_tokens" {
@@ -155,10 +138,6 @@ func (a *Answer) readUsage(raw []byte) error {
 		}
 		return nil
 	})
-	if a.PromptTokens >= 0 {
-		a.PromptTokens += apart
-	}
-	return err
 }
 
 // maxTokens is beyond any context; a larger count is none.

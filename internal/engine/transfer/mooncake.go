@@ -18,7 +18,7 @@ type mooncake struct{}
 // free the blocks.
 var mooncakeTraits = Traits{
 	Name: MooncakeName, Order: dispatch.Together, TakesPlain: true,
-	routes: []Route{Completions, Chat, Generate}, limits: true, toLength: true,
+	limits: true, toLength: true,
 }
 
 func (mooncake) Traits() *Traits { return &mooncakeTraits }

@@ -13,11 +13,10 @@ import (
 // blocks, and the decode engine reads them. Nothing fences the reading: see Params.
 type nixl struct{}
 
-// nixlTraits hold for 0.32.0 of vLLM, whose five generating routes all answer with parameters.
+// nixlTraits hold for 0.32.0 of vLLM.
 var nixlTraits = Traits{
 	Name: NixlName, Order: dispatch.PrefillFirst, HasParams: true, Lease: dispatch.DefaultLease,
-	TakesPlain: true,
-	routes:     []Route{Completions, Chat, Responses, Messages, Generate}, limits: true,
+	TakesPlain: true, limits: true,
 }
 
 // producerParams asks a prefill engine to keep the blocks. The first key is what counts; the nulls are what
@@ -125,11 +124,10 @@ func isBlockLists(raw []byte) bool {
 // left to it, so that tests meet its failures.
 type sim struct{}
 
-// simTraits have the two routes that the simulated engine serves, and the lease of nixl.
+// simTraits have the lease of nixl.
 var simTraits = Traits{
 	Name: SimName, Order: dispatch.PrefillFirst, HasParams: true, Lease: dispatch.DefaultLease,
-	TakesPlain: true,
-	routes:     []Route{Completions, Chat}, limits: true,
+	TakesPlain: true, limits: true,
 }
 
 func (sim) Traits() *Traits { return &simTraits }
@@ -161,10 +159,9 @@ func (a *Answer) readSim() bool {
 // engine waits without an end for a prefill leg that never comes, so the caller has its own deadline.
 type nixlPush struct{}
 
-// pushTraits leave out /v1/responses: it makes up its request ids, so the two legs would never meet.
 var pushTraits = Traits{
 	Name: NixlPushName, Order: dispatch.DecodeFirst, FreshRequestID: true, TakesPlain: true,
-	routes: []Route{Completions, Chat, Messages, Generate}, limits: true,
+	limits: true,
 }
 
 func (nixlPush) Traits() *Traits { return &pushTraits }

@@ -18,7 +18,7 @@ type sglang struct{}
 // that is there twice ends the schedulers of both sides.
 var sglangTraits = Traits{
 	Name: SGLangName, Order: dispatch.Together,
-	routes: []Route{Completions, Chat}, moveLists: true,
+	moveLists: true,
 }
 
 // maxRoom is the largest room: engines keep rooms in signed 64 bits.

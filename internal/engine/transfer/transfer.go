@@ -36,10 +36,9 @@ type Traits struct {
 	// request that cannot be split needs a rank of role "both", and no decode rank can compute a prompt.
 	TakesPlain bool
 
-	routes    []Route // that can be split
-	limits    bool    // the prefill leg is cut to one token by its body
-	toLength  bool    // the prefill leg must end by its length, never by a stop
-	moveLists bool    // several prompts in one body can be split
+	limits    bool // the prefill leg is cut to one token by its body
+	toLength  bool // the prefill leg must end by its length, never by a stop
+	moveLists bool // several prompts in one body can be split
 }
 
 // RequestID is the X-Request-Id of both legs of an attempt at a request whose own is client.

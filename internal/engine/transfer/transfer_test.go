@@ -82,10 +82,10 @@ func TestHiddenTransferFieldsAreRefused(t *testing.T) {
 		{"/v1/responses", `"vllm_xargs":{"kv_cache_report_mode":"full"}`, "vllm_xargs"},
 		{"/v1/messages", `"vllm_xargs":{"bootstrap_room":1}`, "vllm_xargs"},
 		{
-			"/inference/v1/generate", `"sampling_params":{"extra_args":{"kv_transfer_params":{}}}`,
+			"/v1/completions", `"sampling_params":{"extra_args":{"kv_transfer_params":{}}}`,
 			"sampling_params",
 		},
-		{"/inference/v1/generate", `"sampling_params":{"remote_host":"x"}`, "sampling_params"},
+		{"/v1/completions", `"sampling_params":{"remote_host":"x"}`, "sampling_params"},
 		{"/v1/completions", `"extra_body":{"a":{"do_remote_prefill":true}}`, "extra_body"},
 	} {
 		var q Request
@@ -119,25 +119,14 @@ func TestRequestsThatCannotBeSplit(t *testing.T) {
 		{NixlName, Completions, `{"prompt":"x","\u006e":2}`, SeveralChoices},
 		{NixlName, Completions, `{"prompt":"x","best_of":2}`, SeveralChoices},
 		{NixlName, Chat, `{"messages":[],"use_beam_search":1}`, SeveralChoices},
-		{NixlName, Generate, `{"token_ids":[1],"sampling_params":{"n":2}}`, SeveralChoices},
 		{NixlName, Completions, `{"prompt_embeds":"AAAA"}`, PromptEmbeds},
 		{NixlName, Completions, `{"prompt":"x","prompt_logprobs":0}`, PromptLogprobs},
 		{NixlName, Completions, `{"prompt":"x","echo":true,"logprobs":0}`, PromptLogprobs},
-		{NixlName, Generate, `{"token_ids":[1],"sampling_params":{"prompt_logprobs":1}}`, PromptLogprobs},
 		{NixlName, Completions, `{"prompt":"x","max_tokens":0}`, NoOutput},
 		{NixlName, Completions, `{"prompt":"x","max_tokens":1}`, CanSplit},
 		{NixlName, Chat, `{"messages":[{"content":[{"type":"text","text":"a"}]}]}`, CanSplit},
 		{NixlName, Chat, `{"messages":[{"content":[{"image_url":{"url":"x"}}]}]}`, MediaParts},
-		{NixlName, Messages, `{"messages":[{"content":[{"type":"image","source":{}}]}]}`, MediaParts},
-		{NixlName, Responses, `{"input":[{"content":[{"type":"input_image"}]}]}`, MediaParts},
-		{NixlName, Generate, `{"token_ids":[1],"features":{}}`, MediaParts},
-		{NixlName, Responses, `{"input":"x","background":true}`, Stateful},
-		{NixlName, Responses, `{"input":"x","previous_response_id":"r"}`, Stateful},
-		{NixlName, Responses, `{"input":"x","tools":[{"type":"web_search"}]}`, EngineTools},
-		{NixlName, Responses, `{"input":"x","tools":[]}`, CanSplit},
 		{NixlName, RouteOf("/v1/embeddings"), `{"input":"x"}`, OnRoute},
-		{NixlPushName, Responses, `{"input":"x"}`, OnRoute},
-		{MooncakeName, Messages, `{"messages":[]}`, OnRoute},
 		{SGLangName, Completions, `{"prompt":["x","y"]}`, CanSplit},
 		{SGLangName, Completions, `{"prompt":["x","y"],"n":3}`, SeveralChoices},
 		{SimName, Completions, `{"prompt":["x","y"]}`, PromptList},
@@ -168,19 +157,6 @@ func TestPrefillBodies(t *testing.T) {
 		{
 			Chat, `{"max_completion_tokens":9,"messages":[],"min_completion_tokens":4,"max_tokens":8}`,
 			`{"messages":[],"stream":false,"max_tokens":1,"max_completion_tokens":1` + ask,
-		},
-		{
-			Responses, `{"input":"x","max_output_tokens":9,"stream":true}`,
-			`{"input":"x","stream":false,"max_output_tokens":1` + ask,
-		},
-		{Messages, `{"messages":[],"max_tokens":9}`, `{"messages":[],"stream":false,"max_tokens":1` + ask},
-		{
-			Generate, `{"token_ids":[1, 2],"sampling_params":{"max_tokens":9,"top_k":3,"min_tokens":1}}`,
-			`{"token_ids":[1, 2],"stream":false,"sampling_params":{"top_k":3,"max_tokens":1}` + ask,
-		},
-		{
-			Generate, `{"sampling_params":{"top_k":3},"token_ids":[1],"sampling_params":null}`,
-			`{"token_ids":[1],"stream":false,"sampling_params":{"max_tokens":1}` + ask,
 		},
 	} {
 		q := scan(t, NixlName, c.route, c.body)
