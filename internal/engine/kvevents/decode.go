@@ -14,7 +14,6 @@ const (
 	maxTokens     = 1 << 22 // token ids of a batch
 	maxBlockSize  = 1 << 16 // tokens of a block
 	maxText       = 4 << 10
-	maxDepth      = 16
 	maxFields     = 64 // named fields of a map event
 )
 
@@ -90,7 +89,7 @@ func (d *batchDecoder) decode(payload []byte) (batchInfo, error) {
 	if len(payload) > maxBatchBytes {
 		return batchInfo{}, fmt.Errorf("%w: %d bytes", errMalformed, len(payload))
 	}
-	r := reader{b: payload}
+	r := reader{payload}
 	batch, n, err := header(&r)
 	if err != nil {
 		return batchInfo{}, err
@@ -131,12 +130,12 @@ func trailer(r *reader, n int, b *batchInfo) error {
 		b.Rank = int(rank)
 	}
 	for range n - 1 {
-		if !r.skip(maxDepth) {
+		if _, ok := r.skip(); !ok {
 			return fmt.Errorf("%w: cut off behind the events", errMalformed)
 		}
 	}
-	if r.rest() > 0 {
-		return fmt.Errorf("%w: %d bytes behind its end", errMalformed, r.rest())
+	if len(r.b) > 0 {
+		return fmt.Errorf("%w: %d bytes behind its end", errMalformed, len(r.b))
 	}
 	return nil
 }
@@ -144,11 +143,11 @@ func trailer(r *reader, n int, b *batchInfo) error {
 // event reads one event of either shape. It finds the event's end first, so that a fault inside cannot shift
 // the next event.
 func (d *batchDecoder) event(r *reader, b *batchInfo) error {
-	from := r.i
-	if !r.skip(maxDepth) {
+	whole, ok := r.skip()
+	if !ok {
 		return fmt.Errorf("%w: cut off or nested too deep", errMalformed)
 	}
-	own := reader{b: r.b[from:r.i]}
+	own := reader{whole}
 	hashes, tokens, extra := len(d.hashes), len(d.tokens), len(d.extra)
 	e := decoded{fields: Stored{LoraID: -1}}
 	verdict := d.shape(&own, &e)

@@ -99,7 +99,7 @@ func (d *batchDecoder) arrayEvent(r *reader, n int, e *decoded) verdict {
 	if n == 0 {
 		return unknown
 	}
-	name, ok := r.text(maxText)
+	name, ok := r.text()
 	if !ok {
 		return unknown
 	}
@@ -128,18 +128,18 @@ func (d *batchDecoder) mapEvent(r *reader, n int, e *decoded) verdict {
 	if n > maxFields {
 		return fatal
 	}
-	known, from := false, r.i
+	known, from := false, r.b
 	for range n {
-		key, ok := r.text(maxText)
+		key, ok := r.text()
 		if !ok {
 			key = nil
-			r.skip(maxDepth)
+			_, _ = r.skip()
 		}
 		if string(key) != "type" {
-			r.skip(maxDepth)
+			_, _ = r.skip()
 			continue
 		}
-		name, ok := r.text(maxText)
+		name, ok := r.text()
 		if !ok {
 			return unknown
 		}
@@ -154,16 +154,16 @@ func (d *batchDecoder) mapEvent(r *reader, n int, e *decoded) verdict {
 	if e.kind == kindCleared {
 		return fine
 	}
-	r.i = from
+	r.b = from
 	return d.members(r, n, e)
 }
 
 func (d *batchDecoder) members(r *reader, n int, e *decoded) verdict {
 	var hashes bool
 	for range n {
-		key, ok := r.text(maxText)
+		key, ok := r.text()
 		if !ok {
-			r.skip(maxDepth)
+			_, _ = r.skip()
 		}
 		f := fieldOf(key)
 		if f == fieldHashes && hashes {
@@ -197,26 +197,28 @@ func (e *decoded) skipOrFail() verdict {
 // field reads one member; nil means the default of any field.
 func (d *batchDecoder) field(r *reader, f field, e *decoded) verdict {
 	if f == fieldUnused || e.kind == kindRemoved && !slices.Contains(removedFields[:], f) {
-		if !r.skip(maxDepth) {
-			return fatal
-		}
-		return fine
+		return passed(r)
 	}
 	if f != fieldHashes && r.null() {
 		return fine
 	}
 	if f == fieldOther {
 		e.unknownMembers++
-		if !r.skip(maxDepth) {
-			return fatal
-		}
-		return fine
+		return passed(r)
 	}
 	if v := d.value(r, f, e); v != fine {
 		if v == bad {
 			return e.skipOrFail()
 		}
 		return v
+	}
+	return fine
+}
+
+// passed skips a value.
+func passed(r *reader) verdict {
+	if _, ok := r.skip(); !ok {
+		return fatal
 	}
 	return fine
 }
@@ -279,9 +281,9 @@ func (d *batchDecoder) metadata(r *reader, n int, e *decoded) verdict {
 		return bad
 	}
 	for range n {
-		key, ok := r.text(maxText)
+		key, ok := r.text()
 		if !ok {
-			r.skip(maxDepth)
+			_, _ = r.skip()
 		}
 		f := fieldOf(key)
 		if f != fieldSalt && f != fieldUnused {
@@ -302,7 +304,7 @@ func readable(ok bool) verdict {
 }
 
 func (d *batchDecoder) text(r *reader, to *string) verdict {
-	b, ok := r.text(maxText)
+	b, ok := r.text()
 	if ok {
 		*to = d.name(b)
 	}
@@ -316,7 +318,7 @@ func (r *reader) hash() (Hash, bool) {
 	} else if ok {
 		return UintHash(v), true
 	}
-	b, ok := r.bin(MaxHashBytes)
+	b, ok := r.bin()
 	if !ok {
 		return Hash{}, false
 	}
@@ -351,11 +353,11 @@ func (d *batchDecoder) tokenList(r *reader) verdict {
 	}
 	d.tokens = slices.Grow(d.tokens, n)
 	for range n {
-		id, ok := r.token()
-		if !ok {
+		id, ok := r.unsigned()
+		if !ok || id > math.MaxUint32 {
 			return bad
 		}
-		d.tokens = append(d.tokens, id)
+		d.tokens = append(d.tokens, uint32(id))
 	}
 	return fine
 }
@@ -369,15 +371,15 @@ func (d *batchDecoder) extraList(r *reader) verdict {
 		return fatal
 	}
 	for range n {
-		from := r.i
 		if r.null() {
 			d.extra = append(d.extra, nil)
 			continue
 		}
-		if !r.skip(maxDepth) {
+		raw, ok := r.skip()
+		if !ok {
 			return bad
 		}
-		d.extra = append(d.extra, r.b[from:r.i])
+		d.extra = append(d.extra, raw)
 	}
 	return fine
 }

@@ -62,13 +62,13 @@ func (ev *Stored) Salt() (salt string, ok bool) {
 		if raw == nil {
 			continue
 		}
-		r := reader{b: raw}
+		r := reader{raw}
 		n, isArray := r.array()
 		if !isArray {
 			return "", false
 		}
 		if ev.LoraName != "" && n > 0 {
-			name, isText := r.text(maxText)
+			name, isText := r.text()
 			if !isText || string(name) != ev.LoraName {
 				return "", false
 			}
@@ -77,7 +77,7 @@ func (ev *Stored) Salt() (salt string, ok bool) {
 		if n == 0 {
 			continue
 		}
-		text, isText := r.text(maxText)
+		text, isText := r.text()
 		// the salt stands on the first block of a chain only
 		if n > 1 || !isText || i > 0 || !ev.Parent.IsZero() {
 			return "", false

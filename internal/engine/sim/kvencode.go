@@ -1,8 +1,7 @@
 package sim
 
 import (
-	"encoding/binary"
-	"math"
+	"github.com/tinylib/msgp/msgp"
 
 	em "github.com/dpserve/dpserve/internal/enginemodel"
 )
@@ -38,7 +37,7 @@ func newKVEncoder(k *KVEvents, block, rank int) *kvEncoder {
 func (e *kvEncoder) batch(ts float64, events []em.BlockEvent) []byte {
 	e.b = e.b[:0]
 	e.array(3)
-	e.b = binary.BigEndian.AppendUint64(append(e.b, 0xcb), math.Float64bits(ts))
+	e.b = msgp.AppendFloat64(e.b, ts)
 	groups := 1
 	if e.window {
 		groups = 2
@@ -71,8 +70,8 @@ func (e *kvEncoder) cleared() {
 }
 
 // tag begins an event: a map of fields members, the type first.
-func (e *kvEncoder) tag(fields int, name string) {
-	e.b = append(e.b, 0x80|byte(fields)) //nolint:gosec // below 16
+func (e *kvEncoder) tag(fields uint32, name string) {
+	e.b = msgp.AppendMapHeader(e.b, fields)
 	e.text("type")
 	e.text(name)
 }
@@ -189,57 +188,20 @@ func (e *kvEncoder) goneHash(hash uint64, group int) {
 
 func (e *kvEncoder) number(hash uint64) {
 	if signed := int64(hash); e.hash == KVInt && signed < 0 { //nolint:gosec // the bit pattern is the hash
-		e.b = binary.BigEndian.AppendUint64(append(e.b, 0xd3), hash)
+		e.b = msgp.AppendInt64(e.b, signed)
 		return
 	}
 	e.uint(hash)
 }
 
-// The pieces of msgpack, in their shortest forms.
-
-func (e *kvEncoder) null() { e.b = append(e.b, 0xc0) }
+func (e *kvEncoder) null() { e.b = msgp.AppendNil(e.b) }
 
 func (e *kvEncoder) array(n int) {
-	switch {
-	case n < 16:
-		e.b = append(e.b, 0x90|byte(n)) //nolint:gosec // checked
-	case n < 1<<16:
-		e.b = binary.BigEndian.AppendUint16(append(e.b, 0xdc), uint16(n))
-	default:
-		e.b = binary.BigEndian.AppendUint32(append(e.b, 0xdd), uint32(n)) //nolint:gosec // tokens of one step
-	}
+	e.b = msgp.AppendArrayHeader(e.b, uint32(n)) //nolint:gosec // of one step
 }
 
-func (e *kvEncoder) uint(v uint64) {
-	switch {
-	case v < 1<<7:
-		e.b = append(e.b, byte(v))
-	case v < 1<<8:
-		e.b = append(e.b, 0xcc, byte(v))
-	case v < 1<<16:
-		e.b = binary.BigEndian.AppendUint16(append(e.b, 0xcd), uint16(v))
-	case v < 1<<32:
-		e.b = binary.BigEndian.AppendUint32(append(e.b, 0xce), uint32(v))
-	default:
-		e.b = binary.BigEndian.AppendUint64(append(e.b, 0xcf), v)
-	}
-}
+func (e *kvEncoder) uint(v uint64) { e.b = msgp.AppendUint64(e.b, v) }
 
-func (e *kvEncoder) text(s string) {
-	switch n := len(s); {
-	case n < 32:
-		e.b = append(e.b, 0xa0|byte(n))
-	case n < 1<<8:
-		e.b = append(e.b, 0xd9, byte(n))
-	case n < 1<<16:
-		e.b = binary.BigEndian.AppendUint16(append(e.b, 0xda), uint16(n))
-	default:
-		//nolint:gosec // bounded by the body
-		e.b = binary.BigEndian.AppendUint32(append(e.b, 0xdb), uint32(n))
-	}
-	e.b = append(e.b, s...)
-}
+func (e *kvEncoder) text(s string) { e.b = msgp.AppendString(e.b, s) }
 
-func (e *kvEncoder) bin(sum [em.DigestSize]byte) {
-	e.b = append(append(e.b, 0xc4, em.DigestSize), sum[:]...)
-}
+func (e *kvEncoder) bin(sum [em.DigestSize]byte) { e.b = msgp.AppendBytes(e.b, sum[:]) }
