@@ -63,9 +63,6 @@ func crash(t *testing.T, dir, mode string) []int {
 
 // Engines that are to end with the node end with all their processes when it is killed, and their shims too.
 func TestAKilledNodeLeavesNothing(t *testing.T) {
-	if !shim.Supported {
-		t.Skip("needs Linux")
-	}
 	dir := t.TempDir()
 	pids := crash(t, dir, "stubborn,orphan")
 	require.Len(t, pids, 4)
@@ -85,9 +82,6 @@ func TestAKilledNodeLeavesNothing(t *testing.T) {
 
 // Engines that are to outlive a killed node do. A node whose engines do not outlive it ends what it finds.
 func TestEnginesInShimsOutliveAKilledNode(t *testing.T) {
-	if !shim.Supported {
-		t.Skip("needs Linux")
-	}
 	dir := t.TempDir()
 	pids := crash(t, dir, "shims")
 	require.Len(t, pids, 2)

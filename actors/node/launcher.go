@@ -3,7 +3,6 @@ package node
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io"
 	"time"
 
@@ -38,8 +37,8 @@ type Found struct {
 	Began   time.Time
 }
 
-// Launcher starts engines. The node's own launchers start processes, in shims or, where there are none, as
-// direct children; tests start engines inside their own process. All methods are safe for concurrent use.
+// Launcher starts engines. The node's own one starts each in a shim; tests start engines inside their own
+// process. All methods are safe for concurrent use.
 type Launcher interface {
 	// Start runs o and returns once it runs. ctx bounds the start, not the engine. Lines of both streams go
 	// to the writers.
@@ -67,7 +66,7 @@ type Process interface {
 	// has read. No effect on a started engine, and the second time.
 	Adopt(stdout, stderr io.Writer)
 	// Release forgets an engine that has ended, once its end is reported: its shim ends and its files are
-	// removed. No effect without a shim.
+	// removed.
 	Release()
 	// Detach lets go of an engine that is to outlive this process. Nothing is heard of it afterwards.
 	Detach()
@@ -76,7 +75,7 @@ type Process interface {
 // Exit describes the end of a front process.
 type Exit = process.Exit
 
-// ShimConfig lets engines outlive this process. It needs Linux and a data dir.
+// ShimConfig lets engines outlive this process.
 type ShimConfig struct {
 	Cluster       string        // id of the cluster
 	Node          string        // UID of this node
@@ -98,31 +97,6 @@ const reapEach = 5 * time.Second
 // errClosed says that the node is closed.
 var errClosed = errors.New("the node is closed")
 
-// children is the Launcher of a node without a data dir, or on a system without shims: engines are children
-// of this process and end with it.
-type children struct {
-	forker *process.Forker
-}
-
-var _ Launcher = children{}
-
-// Found implements Launcher: a child does not outlive its node.
-func (children) Found() []Found { return nil }
-
-// Extend implements Launcher.
-func (children) Extend(time.Duration) {}
-
-// Start implements Launcher.
-func (l children) Start(ctx context.Context, o LaunchOrder, stdout, stderr io.Writer) (Process, error) {
-	c, err := l.forker.Start(ctx, process.Command{
-		Path: imageOf(o.Argv[0]), Argv: o.Argv, Env: o.Env,
-	}, stdout, stderr)
-	if err != nil {
-		return nil, fmt.Errorf("start engine %s: %w", o.Argv[0], err)
-	}
-	return child{c}, nil
-}
-
 // imageOf is what to execute for the first word of a command if that is this program: the program as it runs,
 // because the file at its path may be a newer version, which is not in use yet. "": it is another program.
 func imageOf(word string) string {
@@ -131,25 +105,6 @@ func imageOf(word string) string {
 	}
 	return ""
 }
-
-// child is an engine that is a child of this process.
-type child struct {
-	*process.Child
-}
-
-var _ Process = child{}
-
-// Memory implements Process.
-func (child) Memory() uint64 { return 0 }
-
-// Adopt implements Process.
-func (child) Adopt(io.Writer, io.Writer) {}
-
-// Release implements Process.
-func (child) Release() {}
-
-// Detach implements Process: the engine ends with this process all the same.
-func (child) Detach() {}
 
 func closed(c <-chan struct{}) bool {
 	select {

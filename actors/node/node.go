@@ -22,7 +22,6 @@ import (
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/process"
-	"github.com/dpserve/dpserve/internal/shim"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -36,8 +35,7 @@ type Node struct {
 	box      *inbox.Inbox
 	logs     *logStore
 	launcher Launcher
-	closer   func() // closes a launcher of the node's own
-	shims    *shims // nil = engines do not outlive this process
+	shims    *shims // the launcher, unless a test has another one
 	own      *http.Transport
 	timers   Timers
 	log      *slog.Logger
@@ -85,9 +83,12 @@ func New(cfg Config) (*Node, error) {
 		return nil, err
 	}
 	if n.launcher == nil {
-		if err := n.openLauncher(); err != nil {
-			return nil, err
+		n.shims, err = openShims(&n.cfg, &n.timers)
+		if err != nil {
+			return nil, problem.New(problem.Internal, "%w", err).
+				WithHint("the folder must be readable for this user")
 		}
+		n.launcher = n.shims
 	}
 	units, rest := groupFound(n.launcher.Found())
 	n.core = NewCore(time.Now(), CoreConfig{
@@ -140,21 +141,6 @@ func (n *Node) defaults() error {
 		n.cfg.Replace = diskfile.Replace
 	}
 	n.launcher = n.cfg.Launcher
-	return nil
-}
-
-// openLauncher opens the node's own launcher.
-func (n *Node) openLauncher() error {
-	if n.cfg.DataDir == "" || !shim.Supported {
-		f := process.NewForker()
-		n.launcher, n.closer = children{f}, f.Close
-		return nil
-	}
-	s, err := openShims(&n.cfg, &n.timers)
-	if err != nil {
-		return problem.New(problem.Internal, "%w", err).WithHint("the folder must be readable for this user")
-	}
-	n.launcher, n.closer, n.shims = s, s.close, s
 	return nil
 }
 
@@ -291,8 +277,7 @@ var errDetached = errors.New("dpserve starts again on this node")
 
 // Detach ends the node and leaves its engines running, for the node's next process. It asks the leader to
 // keep the grants for grace, refuses starts, takes the ranks out of routing, waits at most wait until their
-// requests have ended, and cuts the rest. Engines that are direct children end with this process. Close
-// follows.
+// requests have ended, and cuts the rest. Close follows.
 func (n *Node) Detach(ctx context.Context, grace, wait time.Duration) {
 	n.mu.Lock()
 	n.core.Restart(grace)
@@ -346,8 +331,8 @@ func (n *Node) markStop() {
 func (n *Node) killAll() { n.hardOnce.Do(func() { close(n.hard) }) }
 
 func (n *Node) closeResources() {
-	if n.closer != nil {
-		n.closer()
+	if n.shims != nil {
+		n.shims.close()
 	}
 	if n.own != nil {
 		n.own.CloseIdleConnections()

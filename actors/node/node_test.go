@@ -296,9 +296,6 @@ func inShims(c *node.Config) {
 	c.Shims = &node.ShimConfig{Cluster: "c", Node: "n", OrphanTimeout: time.Minute}
 }
 
-// direct makes them children of the node, as on systems without shims.
-func direct(c *node.Config) { c.DataDir = "" }
-
 // noShim checks that no shim is left on disk.
 func (r *rig) noShim() {
 	r.t.Helper()
@@ -310,14 +307,9 @@ func (r *rig) noShim() {
 
 func TestAUnitsWholeLife(t *testing.T) {
 	t.Parallel()
-	t.Run("direct children", func(t *testing.T) { testAUnitsWholeLife(t, direct) })
-	t.Run("shims", func(t *testing.T) { testAUnitsWholeLife(t, inShims) })
-}
-
-func testAUnitsWholeLife(t *testing.T, launcher func(*node.Config)) {
 	for _, coupling := range []app.Coupling{app.Independent, app.Lockstep} {
 		t.Run(string(coupling), func(t *testing.T) {
-			r := newRig(t, launcher)
+			r := newRig(t)
 			m := r.start(demo(coupling, 3, ""))
 			r.ready(m)
 			st := r.statuses(m)
@@ -374,11 +366,7 @@ func TestAFailedStartNamesItsRankAndItsLastLines(t *testing.T) {
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
-			launcher := direct
-			if c.mode == "exit7" || c.mode == "rank1dies" {
-				launcher = inShims
-			}
-			r := newRig(t, launcher)
+			r := newRig(t, inShims)
 			m := r.start(demo(c.coupling, 2, c.mode))
 			e := r.expect(msg.UnitGone, msg.UnitStarted, msg.UnitKilling)
 			assert.Contains(t, e.Reason, c.reason)

@@ -34,7 +34,11 @@ const (
 	silentMost  = time.Minute      // longest time that a silent shim is asked again
 )
 
-// shims is the Launcher of engines that outlive the node. Each one runs in a shim.
+// errNoDataDir says that shims have no place for their folders.
+var errNoDataDir = errors.New("a node that starts engines needs a data dir")
+
+// shims is the Launcher of a node: each engine runs in a shim of its own, and outlives the node if
+// Config.Shims is set.
 type shims struct {
 	cfg        ShimConfig
 	dir        string
@@ -64,6 +68,9 @@ var _ Launcher = (*shims)(nil)
 // openShims finds what an earlier process of the node left: engines to adopt are connected, all else that is
 // this node's is ended.
 func openShims(cfg *Config, timers *Timers) (*shims, error) {
+	if cfg.DataDir == "" {
+		return nil, errNoDataDir
+	}
 	l := &shims{
 		dir:        filepath.Join(cfg.DataDir, EnginesDir),
 		executable: cmp.Or(imageOf(cfg.Executable), cfg.Executable),

@@ -3,13 +3,10 @@ package process
 
 import (
 	"bytes"
-	"context"
-	"errors"
 	"fmt"
 	"io"
 	"os"
 	"os/exec"
-	"runtime"
 	"strings"
 	"sync"
 	"syscall"
@@ -19,54 +16,14 @@ import (
 // Path is where the file of this program was when Path was first called. A later upgrade may rename it.
 var Path = sync.OnceValues(os.Executable)
 
-// ErrClosed says that the forker is closed.
-var ErrClosed = errors.New("no process is started any more")
-
-// Forker starts processes. One goroutine, locked to its thread for the Forker's life, forks all of them: the
-// kernel sends the parent-death signal when the thread that forked dies, not when the process dies.
-type Forker struct {
-	starts chan start
-	done   chan struct{}
-	once   sync.Once
-}
-
-type start struct {
-	cmd   *exec.Cmd
-	reply chan error
-}
-
-// NewForker starts the forking thread.
-func NewForker() *Forker {
-	f := &Forker{starts: make(chan start), done: make(chan struct{})}
-	go f.serve()
-	return f
-}
-
-func (f *Forker) serve() {
-	runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
-	for {
-		select {
-		case s := <-f.starts:
-			s.reply <- s.cmd.Start()
-		case <-f.done:
-			return
-		}
-	}
-}
-
-// Done is closed with the forker.
-func (f *Forker) Done() <-chan struct{} { return f.done }
-
-// Close ends the forking thread, and with it, on Linux, every process that it has started. Idempotent.
-func (f *Forker) Close() { f.once.Do(func() { close(f.done) }) }
-
-// Start runs a command in its own session, whose id is the child's. ctx bounds the start only. Both streams
-// go to the writers. If the kernel does not start it in the cgroup, it is started outside: see Child.Launch.
-func (f *Forker) Start(ctx context.Context, c Command, stdout, stderr io.Writer) (*Child, error) {
-	p, err := f.startIn(ctx, &c, stdout, stderr)
-	if err != nil && c.In.Cgroup != "" && ctx.Err() == nil {
+// Start runs a command in its own session, whose id is the child's. Both streams go to the writers. If the
+// kernel does not start it in the cgroup, it is started outside: see Child.Launch. On Linux the child is
+// killed when the calling thread ends: the caller has locked it, for the life of its process.
+func Start(c Command, stdout, stderr io.Writer) (*Child, error) {
+	p, err := startIn(&c, stdout, stderr)
+	if err != nil && c.In.Cgroup != "" {
 		c.In.Cgroup = ""
-		p, err = f.startIn(ctx, &c, stdout, stderr)
+		p, err = startIn(&c, stdout, stderr)
 	}
 	if err != nil {
 		return nil, err
@@ -75,7 +32,7 @@ func (f *Forker) Start(ctx context.Context, c Command, stdout, stderr io.Writer)
 	return p, nil
 }
 
-func (f *Forker) startIn(ctx context.Context, c *Command, stdout, stderr io.Writer) (*Child, error) {
+func startIn(c *Command, stdout, stderr io.Writer) (*Child, error) {
 	cmd := exec.Command(c.Argv[0], c.Argv[1:]...) //nolint:noctx // Terminate and Kill end it
 	if c.Path != "" {
 		cmd.Path, cmd.Err = c.Path, nil
@@ -88,25 +45,13 @@ func (f *Forker) startIn(ctx context.Context, c *Command, stdout, stderr io.Writ
 	defer closeAttr()
 	cmd.SysProcAttr = attr
 	p := &Child{cmd: cmd, exited: make(chan struct{}), drained: make(chan struct{})}
-	if err := p.start(ctx, f, stdout, stderr); err != nil {
+	if err := p.start(stdout, stderr); err != nil {
 		return nil, err
 	}
 	at, _ := ReadStat(p.pid)
 	p.launch = c.In
 	p.launch.Boot, p.launch.PID, p.launch.Start = BootID(), p.pid, at.Start
 	return p, nil
-}
-
-func (f *Forker) fork(ctx context.Context, cmd *exec.Cmd) error {
-	s := start{cmd: cmd, reply: make(chan error, 1)}
-	select {
-	case f.starts <- s:
-		return <-s.reply // a fork does not block
-	case <-f.done:
-		return ErrClosed
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	}
 }
 
 // Command says what to run.
@@ -154,7 +99,7 @@ func (c *Child) Exited() <-chan struct{} { return c.exited }
 func (c *Child) Exit() Exit { return c.exit }
 
 // start forks with its own pipes: with those of exec, Wait does not return while a grandchild holds one.
-func (c *Child) start(ctx context.Context, f *Forker, sinks ...io.Writer) error {
+func (c *Child) start(sinks ...io.Writer) error {
 	theirs := make([]*os.File, len(sinks))
 	defer func() { closeAll(theirs...) }()
 	for i := range sinks {
@@ -172,7 +117,7 @@ func (c *Child) start(ctx context.Context, f *Forker, sinks ...io.Writer) error 
 		return err
 	}
 	c.began = time.Now()
-	if err := f.fork(ctx, c.cmd); err != nil {
+	if err := c.cmd.Start(); err != nil {
 		closeAll(c.out[:]...)
 		_ = stdin.Close()
 		return err

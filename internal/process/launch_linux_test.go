@@ -118,14 +118,12 @@ func TestEmptyCgroupsAreRemoved(t *testing.T) {
 
 // The kernel starts nothing in a folder that is no cgroup: the process runs without one.
 func TestAStartThatACgroupRefuses(t *testing.T) {
-	f := NewForker()
-	t.Cleanup(f.Close)
 	for name, c := range map[string]struct{ program, cgroup, err string }{
 		"no cgroup":  {"sleep", t.TempDir(), ""},
 		"no folder":  {"sleep", "/none", ""},
 		"no program": {"/none/e", t.TempDir(), "no such file"},
 	} {
-		child, err := f.Start(t.Context(), Command{
+		child, err := Start(Command{
 			Argv: []string{c.program, "600"}, In: Launch{Cgroup: c.cgroup},
 		}, io.Discard, io.Discard)
 		if c.err != "" {

@@ -113,11 +113,6 @@ func Reap(pid int, wait time.Duration) {
 	}
 }
 
-// ReadStat reads one process; false if it does not exist, or the system has no /proc.
-func ReadStat(pid int) (Stat, bool) {
-	return parseStat(pid, string(read(pid, "stat")))
-}
-
 // parseStat splits a stat line after the command, which may contain spaces and parentheses.
 func parseStat(pid int, line string) (Stat, bool) {
 	at := strings.LastIndexByte(line, ')')

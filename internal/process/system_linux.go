@@ -36,3 +36,6 @@ func awaitExit(pid int) bool {
 		}
 	}
 }
+
+// ReadStat reads one process; false if it does not exist.
+func ReadStat(pid int) (Stat, bool) { return parseStat(pid, string(read(pid, "stat"))) }

@@ -15,7 +15,6 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/internal/shim"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
 )
@@ -176,7 +175,7 @@ func (n *Node) Restart(ctx context.Context, force bool) (next string, err error)
 
 // keepsEngines reports whether the engines of this node outlive its process: only a stop, a removal from the
 // cluster, a delete and a drain end them then. A start that fails and an error of a server do not.
-func (n *Node) keepsEngines() bool { return n.cfg.Shims && shim.Supported }
+func (n *Node) keepsEngines() bool { return n.cfg.Shims }
 
 // detach closes the node for requests, waits for the open ones for a moment, and lets go of the engines.
 func (n *Node) detach() {

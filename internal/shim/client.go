@@ -287,8 +287,13 @@ func dial(ctx context.Context, dir string, launch *process.Launch) (*link, error
 		return nil, err
 	}
 	defer func() { _ = folder.Close() }()
+	path, done, err := socketPath(folder)
+	if err != nil {
+		return nil, err
+	}
+	defer done()
 	var d net.Dialer
-	c, err := d.DialContext(ctx, "unix", socketPath(folder))
+	c, err := d.DialContext(ctx, "unix", path)
 	switch {
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ECONNREFUSED):
 		return nil, ErrGone

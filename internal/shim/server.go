@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"runtime/debug"
 	"sync"
 	"syscall"
@@ -34,7 +35,6 @@ type server struct {
 	spec    Spec
 	ring    *ring
 	out     [2]*process.LineWriter
-	forker  *process.Forker
 	child   *process.Child
 	listen  *net.UnixListener
 	wake    chan struct{} // one slot
@@ -70,7 +70,7 @@ func open(dir string) (*server, error) {
 		return nil, fmt.Errorf("become the parent of orphans: %w", err)
 	}
 	s := &server{
-		dir: dir, spec: spec, ring: newRing(), forker: process.NewForker(),
+		dir: dir, spec: spec, ring: newRing(),
 		wake: make(chan struct{}, 1), done: make(chan struct{}), written: make(chan struct{}),
 		noted: make(chan struct{}),
 	}
@@ -110,7 +110,7 @@ func (s *server) introduce() error {
 
 // start starts the engine, and what goes on beside it.
 func (s *server) start() error {
-	child, err := s.forker.Start(context.Background(), process.Command{
+	child, err := process.Start(process.Command{
 		Path: s.spec.Path, Argv: s.spec.Argv, Env: s.spec.Env, Dir: s.spec.Dir, In: s.state.Launch,
 	}, s.out[0], s.out[1])
 	if err != nil {
@@ -207,7 +207,6 @@ func (s *server) close() {
 		}
 	}
 	close(s.done)
-	s.forker.Close()
 	s.mu.Lock()
 	released := s.deadlines.released
 	s.mu.Unlock()
@@ -336,8 +335,10 @@ type outcome struct {
 	Error string `json:"error,omitempty"`
 }
 
-// Main is a shim, from its folder on. It returns the exit code of the process.
+// Main is a shim, from its folder on. It returns the exit code of the process, and is called by its main
+// goroutine: the engine ends with the thread that has started it.
 func Main(dir string) int {
+	runtime.LockOSThread()
 	debug.SetGCPercent(gcPercent)
 	asked := make(chan os.Signal, 4)
 	signal.Notify(asked, syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP, syscall.SIGPIPE)

@@ -597,7 +597,10 @@ func TestAShimThatIsSentGarbage(t *testing.T) {
 		"{\"dpserve_shim\":1}\n{\"op\":\"restart\"}\n",
 		"{\"dpserve_shim\":1}\n" + strings.Repeat("x", 2*requestLimit),
 	} {
-		c, err := net.Dial("unix", socketPath(folder))
+		path, done, err := socketPath(folder)
+		require.NoError(t, err)
+		c, err := net.Dial("unix", path)
+		done()
 		require.NoError(t, err)
 		_, err = c.Write([]byte(text))
 		require.NoError(t, err)
@@ -614,7 +617,10 @@ func TestAShimThatIsSentGarbage(t *testing.T) {
 	}
 	var many []net.Conn
 	for range 3 * maxConns {
-		c, err := net.Dial("unix", socketPath(folder))
+		path, done, err := socketPath(folder)
+		require.NoError(t, err)
+		c, err := net.Dial("unix", path)
+		done()
 		require.NoError(t, err)
 		many = append(many, c)
 	}

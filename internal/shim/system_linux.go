@@ -14,9 +14,6 @@ import (
 	"github.com/dpserve/dpserve/internal/process"
 )
 
-// Supported says whether this system has what shims need.
-const Supported = true
-
 // peer is the process at the other end of a unix socket. Of a listener it is the one that listens.
 func peer(c *net.UnixConn) (uid, pid int, err error) {
 	raw, err := c.SyscallConn()
@@ -35,9 +32,9 @@ func peer(c *net.UnixConn) (uid, pid int, err error) {
 }
 
 // socketPath names the socket of a shim's folder, which is open, in a few bytes: a socket's path has at most
-// 107, and a data dir may be longer.
-func socketPath(dir *os.File) string {
-	return "/proc/self/fd/" + strconv.Itoa(int(dir.Fd())) + "/" + socketFile
+// 107, and a data dir may be longer. The function is to be called after the use.
+func socketPath(dir *os.File) (string, func(), error) {
+	return "/proc/self/fd/" + strconv.Itoa(int(dir.Fd())) + "/" + socketFile, func() {}, nil
 }
 
 // adoptOrphans makes this process the parent of processes that the engine leaves behind.

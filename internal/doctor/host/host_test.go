@@ -270,9 +270,7 @@ func TestALostCgroup(t *testing.T) {
 	if err != nil {
 		t.Skip("cgroups cannot be made here: ", err)
 	}
-	f := process.NewForker()
-	t.Cleanup(f.Close)
-	c, err := f.Start(t.Context(), process.Command{
+	c, err := process.Start(process.Command{
 		Argv: []string{"sleep", "60"}, In: process.Launch{Cgroup: at},
 	}, io.Discard, io.Discard)
 	require.NoError(t, err)
