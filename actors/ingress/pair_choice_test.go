@@ -34,48 +34,6 @@ func TestNotSplit(t *testing.T) {
 	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="ok",way="local"}`, "3")
 }
 
-// TestClientFields: transfer fields of a client never reach an engine, split or not; hidden ones are
-// refused.
-func TestClientFields(t *testing.T) {
-	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1})
-	const own = `"kv_transfer_params":{"do_remote_prefill":true},"bootstrap_room":1,` +
-		`"ec_transfer_params":{},` +
-		`"transfer_id":"x","do_remote_decode":true,"remote_host":"evil","routed_dp_rank":3,`
-	g.served(g.post("/v1/chat/completions", `{`+own+streamBody[1:]), "remote")
-	g.served(g.post("/v1/chat/completions", `{`+own+`"n":2,`+chatBody[1:]), "local")
-	for _, c := range append(g.p[0].taken(), g.d[0].taken()...) {
-		assert.NotContains(t, c.raw, "evil")
-		for _, name := range []string{
-			"bootstrap_room", "ec_transfer_params", "transfer_id", "routed_dp_rank",
-		} {
-			assert.NotContains(t, c.body, name)
-		}
-		if !c.isPrefill() && c.params != nil {
-			assert.Contains(t, c.params, "remote_block_ids")
-		}
-	}
-	a := g.post("/v1/chat/completions",
-		`{"vllm_xargs":{"kv_transfer_params":{"do_remote_prefill":true}},`+chatBody[1:])
-	assert.Equal(t, 400, a.status)
-}
-
-// TestShortPrompts: a short prompt has no prefill leg, a long one has.
-func TestShortPrompts(t *testing.T) {
-	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1, change: func(p, d *app.Application) {
-		p.Disaggregation.Decide, d.Disaggregation.Decide = "uncached>=100", "uncached>=100"
-	}})
-	g.served(g.post("/v1/chat/completions", streamBody), "local")
-	long := make([]byte, 2000)
-	for i := range long {
-		long[i] = 'a' + byte(i%7)
-	}
-	body := `{"model":"demo","stream":true,"prompt":"` + string(long) + `"}`
-	g.served(g.post("/v1/completions", body), "remote")
-	g.requireMetric(`dpserve_pd_decisions_total{app="demo",reason="short_prefill"}`, "1")
-	g.requireMetric(`dpserve_pd_decisions_total{app="demo",reason="long_prefill"}`, "1")
-	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="ok",way="local"}`, "1")
-}
-
 // TestPrewarm: a pair takes requests only after it has met, and again after a restart of either rank.
 func TestPrewarm(t *testing.T) {
 	t.Parallel()
@@ -159,44 +117,6 @@ func TestBadPairs(t *testing.T) {
 	p.decode.mu.Unlock()
 	require.Error(t, p.backend.CannotPair(g.prefills[0].ref(), g.decodes[0].ref()))
 	assert.ErrorContains(t, p.backend.CannotPair(g.prefills[0].ref(), g.decodes[0].ref()), "16 and 32")
-}
-
-// TestRolesAtRunTime: pairs are used from the next request on when a prefill rank comes, and not any more
-// when it is removed, without an error.
-func TestRolesAtRunTime(t *testing.T) {
-	t.Parallel()
-	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1})
-	none := func(a *app.Application) {
-		a.Engine.Kind, a.NumReplicas, a.NumGroups = app.KindAttach, 0, 0
-		a.DataParallel.DPSize = 0
-	}
-	spec := func(change func(a *app.Application)) *app.Application {
-		a := demoApp()
-		a.Name, a.Pool = "demo.prefill", app.PoolPrefill
-		a.Disaggregation = &app.Disaggregation{Transfer: app.TransferSim, Decide: app.DecideAlways}
-		if change != nil {
-			change(a)
-		}
-		return a
-	}
-	g.served(g.post("/v1/chat/completions", streamBody), "remote")
-	before := g.in.table.Load()
-	g.deploy(spec(none), 2)
-	eventually(t, func() bool { return g.in.table.Load() != before }, "the ingress has seen it")
-	g.prefills[0].gone()
-	for range 3 {
-		g.served(g.post("/v1/chat/completions", streamBody), "local")
-	}
-	text, _ := g.in.findPair("demo").state()
-	assert.Equal(t, "off: there is no prefill rank", text)
-	eventually(t, func() bool { _, c := g.in.findPair("demo").state(); return c.all == 0 }, "it has no pair")
-	before = g.in.table.Load()
-	g.deploy(spec(nil), 3)
-	eventually(t, func() bool { return g.in.table.Load() != before }, "the ingress has seen it")
-	g.prefills[0].reborn()
-	g.store.set(newEpoch(g.prefills[0]))
-	g.awaitPairs(1)
-	g.served(g.post("/v1/chat/completions", streamBody), "remote")
 }
 
 // TestAlarm: a reset of the decode ranks' caches follows when a prefill engine has heard of blocks after the

@@ -219,6 +219,23 @@ func newPairRig(t *testing.T, o pairOptions) *pairRig {
 	return g
 }
 
+// attachPools makes both pools attached engines of a transfer. pd is what the file says of each prefill rank.
+func attachPools(transfer string, pd app.AttachPD) func(p, d *app.Application) {
+	return func(p, d *app.Application) {
+		for _, a := range []*app.Application{p, d} {
+			a.Engine = app.Engine{Kind: app.KindAttach, Family: app.FamilyVLLM}
+			a.Disaggregation.Transfer = transfer
+			for i := range a.NumReplicas {
+				r := app.AttachRank{URL: fmt.Sprintf("http://127.0.0.1:%d", i+1), Role: a.Pool}
+				if a.Pool == app.PoolPrefill {
+					r.PD = &pd
+				}
+				a.Engine.Ranks = append(a.Engine.Ranks, r)
+			}
+		}
+	}
+}
+
 // awaitPairs waits until as many pairs have met.
 func (g *pairRig) awaitPairs(n int) {
 	g.t.Helper()

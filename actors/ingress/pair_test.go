@@ -1,6 +1,7 @@
 package ingress
 
 import (
+	"fmt"
 	"net/http"
 	"testing"
 
@@ -80,4 +81,26 @@ func TestFallback(t *testing.T) {
 	}
 	assert.Equal(t, 1, charged, "a request counts against one rank")
 	assert.Equal(t, msg.OK, g.decodes[0].lastDone(t).Outcome)
+}
+
+// TestHeldAddressing: an engine that hosts several ranks is told which one a leg is for.
+func TestHeldAddressing(t *testing.T) {
+	for _, far := range []bool{false, true} {
+		for _, mode := range []string{"header", "body"} {
+			t.Run(fmt.Sprint(mode, far), func(t *testing.T) {
+				g := newPairRig(t, pairOptions{
+					prefills: 1, decodes: 1, far: far, address: msg.Target{Addressing: mode, Selector: 6},
+				})
+				g.served(g.post("/v1/chat/completions", streamBody), "remote")
+				for _, c := range append(g.p[0].taken(), g.d[0].taken()...) {
+					if mode == "header" {
+						assert.Equal(t, "6", c.header.Get("X-Data-Parallel-Rank"))
+						assert.NotContains(t, c.raw, "routed_dp_rank")
+					} else {
+						assert.InDelta(t, 6, c.body["routed_dp_rank"], 0)
+					}
+				}
+			})
+		}
+	}
 }

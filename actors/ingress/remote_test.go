@@ -102,7 +102,7 @@ func TestFar(t *testing.T) {
 		"Reservation": TestReservation, "ReservationExpires": TestReservationExpires,
 		"ReservationRefused": TestReservationRefused,
 		"Generate":           TestGenerate, "GenerateFails": TestGenerateFails,
-		"GenerateEnds": TestGenerateEndsWithItsCaller, "Reset": TestResetUnderStreams,
+		"GenerateEnds": TestGenerateEndsWithItsCaller,
 	} {
 		t.Run(name, test)
 	}

@@ -342,59 +342,6 @@ func TestGenerateEndsWithItsCaller(t *testing.T) {
 		"the engine is left")
 }
 
-// TestResetUnderStreams: 64 streams run while the Router is reset again and again. No stream is affected,
-// every rank is asked for a snapshot, and the policy's state is gone.
-func TestResetUnderStreams(t *testing.T) {
-	const streams = 64
-	release := make(chan struct{})
-	engine := func(w http.ResponseWriter, r *http.Request) {
-		drain(r)
-		sse(w, textChunk)
-		<-release
-		sse(w, stopChunk, doneEvent)
-	}
-	g := newRig(t, options{
-		engines: []http.HandlerFunc{engine, engine, engine, engine}, max: streams,
-		app: policy("prefix-aware"),
-	})
-	answers := make(chan answer, streams)
-	for range streams {
-		go func() { answers <- g.post("/v1/chat/completions", streamBody) }()
-	}
-	eventually(t, func() bool {
-		n := 0
-		for _, r := range g.replicas {
-			n += r.inFlight()
-		}
-		return n == streams
-	}, "all are admitted")
-	for range 5 {
-		res, err := g.in.ResetRouter("demo")
-		require.NoError(t, err)
-		assert.Equal(t, client.ResetResult{App: "demo", Ranks: 4}, res)
-	}
-	for _, r := range g.replicas {
-		eventually(t, func() bool { r.mu.Lock(); defer r.mu.Unlock(); return r.resyncs > 0 },
-			"the rank is asked")
-	}
-	eventually(t, func() bool {
-		n := 0
-		for _, rk := range g.in.findAppRouter("demo").router.Load().Snapshot().Ranks {
-			n += rk.Load.O()
-		}
-		return n == streams
-	}, "the Router counts what the ranks count")
-	close(release)
-	for range streams {
-		a := <-answers
-		require.NoError(t, a.err)
-		require.True(t, strings.HasSuffix(a.body, "data: [DONE]\n\n"))
-	}
-	assert.Equal(t, 5, strings.Count(g.logs.String(), "router reset"))
-	_, err := g.in.ResetRouter("nobody")
-	require.Equal(t, problem.NotFound, problem.CodeOf(err))
-}
-
 // TestResetDropsColumns: columns are hidden at once, and shown again with the ranks' answers.
 func TestResetDropsColumns(t *testing.T) {
 	b := newDecisionRig(t, "kv", nil)
@@ -411,4 +358,6 @@ func TestResetDropsColumns(t *testing.T) {
 	w, err := b.in.BestWorker(t.Context(), "demo", &client.BestWorkerRequest{TokenIDs: ids})
 	require.NoError(t, err)
 	assert.Zero(t, w.OverlapBlocks)
+	_, err = b.in.ResetRouter("nobody")
+	assert.Equal(t, problem.NotFound, problem.CodeOf(err))
 }

@@ -5,7 +5,6 @@ import (
 	"io"
 	"net/http"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -13,7 +12,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/test/ports"
@@ -112,18 +110,6 @@ func TestDataWholeAndErrors(t *testing.T) {
 	}
 }
 
-// TestDataUnknownLength: an answer whose engine announces no length has none.
-func TestDataUnknownLength(t *testing.T) {
-	g := newDataRig(t, dataOptions{
-		engine: writesAtOnce("Transfer-Encoding: chunked", "2\r\nok\r\n0\r\n\r\n"),
-	})
-	a := g.send(g.dispatch())
-	require.NoError(t, a.err)
-	require.NoError(t, a.cut)
-	assert.Equal(t, "ok", a.body)
-	assert.NotContains(t, a.header, "Content-Length")
-}
-
 // TestDataCutWhole: an engine that breaks off in an answer of known length is no fault of the node either.
 func TestDataCutWhole(t *testing.T) {
 	g := newDataRig(t, dataOptions{engine: writesAtOnce("Content-Length: 100", "hello")})
@@ -174,47 +160,6 @@ func TestDataAdmission(t *testing.T) {
 	}
 }
 
-// TestDataEngineHeader: the engine gets the header that the ingress prepared, and no field of the data port.
-func TestDataEngineHeader(t *testing.T) {
-	seen := make(chan http.Header, 1)
-	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter, r *http.Request) {
-		swallowBody(r)
-		seen <- r.Header
-	}})
-	d := g.dispatch()
-	d.Header["Authorization"] = []string{"Bearer x"}
-	d.Header["Dpserve-Rank"] = []string{"9/9"} // as a client might send it
-	d.Header["Dpserve-Evil"] = []string{"1"}
-	d.Header["X-Data-Parallel-Rank"] = []string{"4"}
-	require.NoError(t, g.send(d).err)
-	assert.Equal(t, http.Header{
-		"Content-Type": {"application/json"}, "Authorization": {"Bearer x"}, "X-Request-Id": {"r1"},
-		"Content-Length": {"13"},
-	}, <-seen)
-}
-
-// TestDataAddressing: an engine that hosts several ranks gets the rank's number.
-func TestDataAddressing(t *testing.T) {
-	type got struct {
-		header []string
-		body   string
-	}
-	for mode, want := range map[string]got{
-		"url": {nil, `{"model":"m"}`}, "header": {[]string{"6"}, `{"model":"m"}`},
-		"body": {nil, `{"model":"m","routed_dp_rank":6}`},
-	} {
-		seen := make(chan got, 1)
-		g := newDataRig(t, dataOptions{
-			target: msg.Target{Addressing: mode, Selector: 6},
-			engine: func(_ http.ResponseWriter, r *http.Request) {
-				seen <- got{r.Header["X-Data-Parallel-Rank"], swallowBody(r)}
-			},
-		})
-		require.NoError(t, g.send(g.dispatch()).err)
-		assert.Equal(t, want, <-seen, mode)
-	}
-}
-
 // TestDataRefusals: every refusal arrives unchanged.
 func TestDataRefusals(t *testing.T) {
 	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1"})
@@ -254,31 +199,6 @@ func TestDataUnknownRank(t *testing.T) {
 	assert.Equal(t, msg.Gone, g.send(g.dispatch()).reply.Refusal)
 }
 
-// TestDataMailbox: a full, a stopped and a silent mailbox, as for a rank of the own node.
-func TestDataMailbox(t *testing.T) {
-	g := newDataRig(t, dataOptions{
-		url:    "http://127.0.0.1:1",
-		config: func(c *DataConfig) { c.Admit = 20 * time.Millisecond },
-	})
-	g.rank.set(func(k *dataMailbox) { k.full = true })
-	assert.Equal(t, msg.Overloaded, g.send(g.dispatch()).reply.Refusal)
-	g.rank.set(func(k *dataMailbox) { k.full, k.mute = false, true })
-	d := g.dispatch()
-	d.Admit.Blocks = []uint64{1, 2, 3}
-	assert.Equal(t, msg.Overloaded, g.send(d).reply.Refusal)
-	g.rank.set(func(k *dataMailbox) {
-		assert.Equal(t, []uint64{1, 2, 3}, k.held[0].Blocks, "the message's own until it is answered")
-		k.held[0].Reply <- k.reply
-	})
-	dataEventually(t, func() bool { return len(g.rank.done()) == 1 }, "the late ticket comes back")
-	assert.Equal(t, msg.Done{TicketID: ticketID, Outcome: msg.Refused, Cause: "late_ticket"},
-		g.rank.done()[0])
-	close(g.rank.stopped)
-	assert.Equal(t, msg.Gone, g.send(g.dispatch()).reply.Refusal)
-	g.rank.set(func(k *dataMailbox) { k.full = true })
-	assert.Equal(t, msg.Gone, g.send(g.dispatch()).reply.Refusal)
-}
-
 // TestDataEngineLost: an engine that refuses the connection differs from one that breaks off; both answers
 // carry the ticket.
 func TestDataEngineLost(t *testing.T) {
@@ -297,40 +217,6 @@ func TestDataEngineLost(t *testing.T) {
 }
 
 func newDispatch() *rankleg.Request { return (&dataRig{}).dispatch() }
-
-// TestDataResend: a re-used connection that turns out closed costs one resend, which the answer reports.
-func TestDataResend(t *testing.T) {
-	var n atomic.Int32
-	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
-		swallowBody(r)
-		if n.Add(1) == 2 {
-			panic(http.ErrAbortHandler)
-		}
-		_, _ = io.WriteString(w, "{}")
-	}})
-	d := g.dispatch()
-	require.Equal(t, 200, g.send(d).status)
-	assert.False(t, d.Resent)
-	require.Equal(t, 200, g.send(d).status)
-	assert.True(t, d.Resent)
-	assert.EqualValues(t, 3, n.Load())
-}
-
-// TestDataFirstToken: an engine that does not answer in time has its own cause, and its connection is closed.
-func TestDataFirstToken(t *testing.T) {
-	left := make(chan struct{})
-	g := newDataRig(t, dataOptions{engine: func(_ http.ResponseWriter, r *http.Request) {
-		swallowBody(r)
-		<-r.Context().Done()
-		close(left)
-	}})
-	d := g.dispatch()
-	d.FirstToken = 20 * time.Millisecond
-	a := g.send(d)
-	require.ErrorIs(t, a.err, rankleg.ErrFirstToken)
-	assert.EqualValues(t, ticketID, a.reply.Ticket.ID)
-	<-left
-}
 
 // TestDataCut: an engine that breaks off in mid-stream resets the stream: no clean end, and no fault of the
 // node.
@@ -416,63 +302,4 @@ func TestDataCancel(t *testing.T) {
 	require.ErrorIs(t, <-begun, context.Canceled)
 	require.ErrorIs(t, <-mute, context.Canceled)
 	g.assertReturned()
-}
-
-// TestDataHold: a ticket without a request lives as long as its stream.
-func TestDataHold(t *testing.T) {
-	g := newDataRig(t, dataOptions{url: "http://127.0.0.1:1"})
-	ctx, cancel := context.WithCancel(t.Context())
-	d := g.dispatch()
-	d.Body, d.Header, d.Admit.Ctx = nil, nil, ctx
-	rep, err := g.client.Reserve(t.Context(), d)
-	require.NoError(t, err)
-	assert.EqualValues(t, ticketID, rep.Ticket.ID)
-	held := g.rank.asked()[0].Ctx
-	require.NoError(t, held.Err())
-	cancel()
-	<-held.Done()
-}
-
-// TestDataNoTicket: a tokenizer request needs no admission.
-func TestDataNoTicket(t *testing.T) {
-	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
-		swallowBody(r)
-		_, _ = io.WriteString(w, r.URL.Path)
-	}})
-	d := g.dispatch()
-	d.Route, d.Admit = openai.Tokenize, nil
-	a := g.send(d)
-	assert.Equal(t, "/tokenize", a.body)
-	assert.Equal(t, msg.AdmitReply{Ticket: msg.Ticket{Rank: d.Rank.ID}}, a.reply)
-	assert.Empty(t, g.rank.asked())
-}
-
-// TestDataLease: a node without its lease admits no request and forwards no bytes.
-func TestDataLease(t *testing.T) {
-	var serves atomic.Bool
-	serves.Store(true)
-	next := make(chan struct{})
-	g := newDataRig(t, dataOptions{
-		config: func(c *DataConfig) { c.Serves = serves.Load },
-		engine: func(w http.ResponseWriter, r *http.Request) {
-			swallowBody(r)
-			dataChunks(w, 1)
-			<-next
-			dataChunks(w, 1)
-		},
-	})
-	resp, _, err := g.client.Ask(t.Context(), g.dispatch())
-	require.NoError(t, err)
-	defer resp.Body.Close()
-	buf := make([]byte, 4096)
-	n, err := resp.Body.Read(buf)
-	require.NoError(t, err)
-	require.Equal(t, dataChunk, string(buf[:n]))
-	serves.Store(false)
-	close(next)
-	n, err = resp.Body.Read(buf)
-	require.Error(t, err)
-	require.NotErrorIs(t, err, io.EOF)
-	assert.Zero(t, n)
-	assert.Equal(t, msg.NoLease, g.send(g.dispatch()).reply.Refusal)
 }
