@@ -168,7 +168,8 @@ func (c *Cluster) endError() error {
 }
 
 // Close ends proposals (those in flight get closeGrace), stops raft and unlocks the data dir. It is
-// idempotent and waits.
+// idempotent and waits, at most diskGrace for a disk that hangs: then the data dir stays locked until the
+// call of the disk has returned, or the process has ended, because the call may still write there.
 func (c *Cluster) Close() error {
 	c.once.Do(func() { c.closed = c.close() })
 	return c.closed
@@ -182,31 +183,14 @@ func (c *Cluster) close() error {
 	c.leader.Store(false)
 	c.end(errClosed())
 	c.holds.Store(false)
-	done := make(chan struct{})
-	go func() { c.loops.Wait(); close(done) }() // superviseRuns stops the run
-	select {
-	case <-done:
+	err := diskfile.Await(c.cfg.DataDir, diskGrace, func() error {
+		c.loops.Wait() // superviseRuns stops the run
 		return c.closeShared()
-	case <-time.After(diskGrace):
-		return c.abandonDisk(done)
-	}
-}
-
-// abandonDisk ends Close while a call of the disk hangs. The data dir stays locked until that call has
-// returned, or the process has ended, because the call may still write there.
-func (c *Cluster) abandonDisk(done <-chan struct{}) error {
-	if c.net != nil {
+	})
+	if errors.Is(err, diskfile.ErrHangs) && c.net != nil {
 		c.net.closeConnections()
 	}
-	go func() {
-		<-done
-		if err := c.closeShared(); err != nil {
-			c.log.Warn("closed late, with an error", "component", "cluster", "err", err)
-		}
-	}()
-	return problem.New(problem.Unavailable, "close data dir %s: %w", c.cfg.DataDir,
-		fmt.Errorf("%w: %w", ErrDisk, errDiskHangs)).
-		WithHint("the disk does not answer: look at it before you start dpserve there again")
+	return err
 }
 
 // closeShared closes what all runs share.

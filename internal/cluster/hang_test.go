@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/cluster"
+	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/test/memnet"
@@ -319,7 +320,7 @@ func TestCloseOverAHungDiskIsBounded(t *testing.T) {
 		go func() { _, _ = c.ProposeHere(t.Context(), putApp("demo", "one")) }()
 		time.Sleep(3 * time.Second)
 		began := time.Now()
-		require.ErrorIs(t, c.Close(), cluster.ErrDisk)
+		require.ErrorIs(t, c.Close(), diskfile.ErrHangs)
 		assert.Less(t, time.Since(began), 15*time.Second)
 		_, err = cluster.Open(cluster.Config{DataDir: dir})
 		require.Error(t, err, "the hung write has the data dir still")
