@@ -27,6 +27,8 @@ const (
 	assignLimit  = 2 * time.Second
 	certifyLimit = 5 * time.Second
 	persistLimit = 150 * time.Second // longer than a rendezvous, whose error names the missing ranks
+	publishLimit = 10 * time.Second  // longer than an election
+	maxPublished = 1024              // publications that wait for a leader; far more than a node starts
 )
 
 // LeaderConfig is the configuration of a LeaderClient. All fields are required.
@@ -35,15 +37,19 @@ type LeaderConfig struct {
 	Conns   *Conns
 	Hint    Hint
 	Leading Leading   // a node that leads is asked in-process
-	Store   msg.Store // it decides which publications are superseded
+	Store   msg.Store // a node with role control signs its certificate from it
 	Log     *slog.Logger
 }
 
 // LeaderClient is the leader for every node, wherever it runs and however often it changes. It implements
 // msg.Leader, msg.Assigner and msg.Proposer. Safe for concurrent use.
 type LeaderClient struct {
-	cfg       LeaderConfig
-	publisher *publisher
+	cfg LeaderConfig
+
+	ctx        context.Context //nolint:containedctx // of the publications
+	stop       context.CancelFunc
+	running    sync.WaitGroup
+	publishing chan struct{} // one slot per publication
 
 	mu         sync.Mutex
 	lastLeader string // the node that answered as the leader, or was named as it; "": none
@@ -59,14 +65,15 @@ var (
 
 // NewLeaderClient makes a LeaderClient. Close it.
 func NewLeaderClient(cfg LeaderConfig) *LeaderClient {
-	c := &LeaderClient{cfg: cfg}
-	c.publisher = newPublisher(c)
+	c := &LeaderClient{cfg: cfg, publishing: make(chan struct{}, maxPublished)}
+	c.ctx, c.stop = context.WithCancel(context.Background())
 	return c
 }
 
 // Close drops publications that no leader has taken, and waits.
 func (c *LeaderClient) Close() error {
-	c.publisher.close()
+	c.stop()
+	c.running.Wait()
 	return nil
 }
 
@@ -114,19 +121,32 @@ func (c *LeaderClient) Await(
 	}
 }
 
-// Publish implements msg.Assigner: it returns at once, and the leader receives it as soon as there is one.
-func (c *LeaderClient) Publish(p msg.Publish) { c.publisher.add(p) }
-
-func (c *LeaderClient) publish(ctx context.Context, p msg.Publish) error {
-	_, err := askLeader(ctx, c, leaderQuery[msg.Publish, struct{}]{
-		call: publishCall, in: &p, limit: assignLimit,
-		local: func(_ msg.Leader, a msg.Assigner) (struct{}, error) { a.Publish(p); return struct{}{}, nil },
+// Publish implements msg.Assigner: it returns at once, and a leader that comes within publishLimit receives
+// it. Later ones get the repetitions, which the node sends while the unit starts.
+func (c *LeaderClient) Publish(p msg.Publish) {
+	select {
+	case c.publishing <- struct{}{}:
+	default:
+		c.cfg.Log.Error("rendezvous address not published: too many wait for the leader",
+			"component", "remote", "unit", p.Unit, "epoch", p.Epoch)
+		return
+	}
+	c.running.Go(func() {
+		defer func() { <-c.publishing }()
+		ctx, cancel := context.WithTimeout(c.ctx, publishLimit)
+		defer cancel()
+		_, err := askUntilAnswered(ctx, c, leaderQuery[msg.Publish, struct{}]{
+			call: publishCall, in: &p, limit: assignLimit,
+			local: func(_ msg.Leader, a msg.Assigner) (none struct{}, err error) {
+				a.Publish(p)
+				return none, nil
+			},
+		})
+		if err != nil && ctx.Err() == nil {
+			c.cfg.Log.Error("rendezvous address refused", "component", "remote", "unit", p.Unit,
+				"epoch", p.Epoch, "err", err)
+		}
 	})
-	return err
-}
-
-func (c *LeaderClient) isSuperseded(p msg.Publish) bool {
-	return c.cfg.Store.State().LastEpoch(p.Unit) > p.Epoch
 }
 
 // Propose implements msg.Proposer for a node that is not part of consensus, with one round. The error is

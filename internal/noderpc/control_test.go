@@ -263,43 +263,29 @@ func TestAwaitEndsWithItsContext(t *testing.T) {
 	}, "a", "b")
 }
 
-func TestPublishIsRepeatedUntilTaken(t *testing.T) {
+func TestPublishWaitsForALeader(t *testing.T) {
 	withCluster(t, func(t *testing.T, w *testCluster) {
-		a := w.nodes["a"]
-		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Addr: "old", Port: 1})
-		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 2, Addr: "new", Port: 2})
-		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 1, Addr: "older still", Port: 1})
-		time.Sleep(30 * time.Second)
+		a, p := w.nodes["a"], msg.Publish{Unit: "moe/0", Epoch: 2, Addr: "new", Port: 2}
+		a.client.Publish(p)
+		time.Sleep(publishLimit / 2)
 		l := w.setLeader("b")
-		assert.Equal(t, msg.Publish{Unit: "moe/0", Epoch: 2, Addr: "new", Port: 2}, <-l.published)
+		assert.Equal(t, p, <-l.published)
 		time.Sleep(time.Minute)
 		assert.Empty(t, l.published, "once")
 
 		w.setLeader("nobody")
-		a.client.Publish(msg.Publish{Unit: "moe/0", Epoch: 2, Addr: "x"})
-		a.client.Publish(msg.Publish{Unit: "moe/1", Epoch: 5, Addr: "x"})
-		w.store.change(func(st *state.State) { st.Epochs = map[string]uint64{"moe/0": 3} })
-		time.Sleep(time.Second)
-		waiting, _ := a.client.publisher.count()
-		assert.Equal(t, 1, waiting, "the other one is superseded")
-		time.Sleep(publishLimit)
-		waiting, running := a.client.publisher.count()
-		assert.Zero(t, waiting, "nobody waits so long")
-		assert.False(t, running)
-
-		for range 2 * maxPublished {
-			a.client.Publish(msg.Publish{Unit: time.Now().String(), Epoch: 1, Addr: "x"})
-			time.Sleep(time.Nanosecond)
+		for range maxPublished - 1 {
+			a.client.publishing <- struct{}{}
 		}
-		waiting, _ = a.client.publisher.count()
-		assert.LessOrEqual(t, waiting, maxPublished)
+		a.client.Publish(p)
+		a.client.Publish(p) // one too many
+		assert.Len(t, a.client.publishing, maxPublished)
+		time.Sleep(2 * publishLimit)
+		assert.Len(t, a.client.publishing, maxPublished-1, "nobody waits so long")
+		l = w.setLeader("a")
+		a.client.Publish(p)
+		assert.Equal(t, p, <-l.published, "in-process")
 	}, "a", "b")
-}
-
-func (p *publisher) count() (waiting int, running bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return len(p.waiting), p.running
 }
 
 func TestProposalsOfFollowers(t *testing.T) {
