@@ -46,7 +46,7 @@ func stepError(step string, err error) *problem.Error {
 	return e
 }
 
-// checkNode refuses a record that no node of a cluster can have.
+// checkNode refuses a record that no node of a cluster can have. msg.ValidateNode bounds its size.
 func checkNode(n *state.Node) error {
 	_, _, badAddress := net.SplitHostPort(n.Address)
 	_, _, badGossip := net.SplitHostPort(n.Gossip)
@@ -62,14 +62,9 @@ func checkNode(n *state.Node) error {
 		return badNode("its node port %q is not HOST:PORT", cleanText(n.Address, maxNodeID))
 	case badGossip != nil:
 		return badNode("its gossip address %q is not HOST:PORT", cleanText(n.Gossip, maxNodeID))
-	case len(n.Address) > maxName || len(n.Gossip) > maxName || len(n.Advertise) > maxName ||
-		len(n.Zone) > maxName || len(n.Version) > maxName || len(n.GossipSum) > maxName:
-		return badNode("its addresses, zone, version or gossip sum are too long")
 	case o.Slots < 0 || o.Slots > maxSlots || len(o.Devices) > maxDevices || len(o.Labels) > maxLabels:
 		return badNode("it offers more than %d slots, %d devices or %d labels", maxSlots, maxDevices,
 			maxLabels)
-	case len(o.Near) > maxDevices || len(o.Models) > maxDevices:
-		return badNode("it describes more than %d devices", maxDevices)
 	case len(o.Taken) > state.MaxTakenRanges:
 		return badNode("it names more than %d ranges of taken ports", state.MaxTakenRanges)
 	case o.PortLo < 0 || o.PortHi < o.PortLo || o.PortHi > 65535:

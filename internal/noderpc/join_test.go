@@ -385,7 +385,6 @@ func TestNodesThatCannotBeMembers(t *testing.T) {
 		"no UID":             func(n *state.Node) { n.UID = "" },
 		"no port":            func(n *state.Node) { n.Address = "10.0.0.2" },
 		"no gossip":          func(n *state.Node) { n.Gossip = "" },
-		"long zone":          func(n *state.Node) { n.Zone = strings.Repeat("a", maxName+1) },
 		"strange role":       func(n *state.Node) { n.Roles = []state.Role{"king"} },
 		"role twice": func(n *state.Node) {
 			n.Roles = []state.Role{
