@@ -35,19 +35,7 @@ func (d DeployRequest) query() url.Values {
 	return q
 }
 
-// Action is a deploy's effect on an application.
-type Action string
-
-// The actions.
-const (
-	ActionCreate    Action = "create"
-	ActionReplace   Action = "replace"
-	ActionUnchanged Action = "unchanged"
-	ActionDelete    Action = "delete"
-)
-
-// Effect is what a deploy does to the ranks of an application, or to one unit. It says more than an Action,
-// whose word for update, scale and restart is replace.
+// Effect is what a deploy does to the ranks of an application, or to one unit.
 type Effect string
 
 // The effects.
@@ -80,11 +68,9 @@ type FieldDiff struct {
 
 // Change is one application of a deploy.
 type Change struct {
-	App    string `json:"app"`
-	Action Action `json:"action"`
+	App string `json:"app"`
 	Impact
-	Fields []string `json:"fields,omitempty"` // replace: paths that differ
-	// replace of attached ranks: those that the file does not list, GROUP/RANK and engine
+	// of attached ranks: those that the file does not list, GROUP/RANK (of a pool POOL/GROUP/RANK) and engine
 	Gone []string `json:"gone,omitempty"`
 }
 
@@ -107,18 +93,15 @@ type Plan struct {
 
 // AppPlan is one application's part.
 type AppPlan struct {
-	App    string `json:"app"`
-	Action string `json:"action"` // create | replace | delete | unchanged
-	Impact
-	Fields []string   `json:"fields,omitempty"`
-	Units  []UnitPlan `json:"units,omitempty"`
+	Change
+	Units []UnitPlan `json:"units,omitempty"`
 }
 
-// UnitPlan is the plan for one unit. A unit that stays as it is has Action unchanged and its present seats.
+// UnitPlan is the plan for one unit: create, restart, delete, or unchanged with its present seats.
 type UnitPlan struct {
 	Unit    string     `json:"unit"`
-	Action  string     `json:"action"`            // create | replace | delete | unchanged
-	Effect  Effect     `json:"effect"`            // create | restart | delete | unchanged
+	Pool    string     `json:"pool,omitempty"` // PoolPrefill or PoolDecode
+	Effect  Effect     `json:"effect"`
 	Reasons []string   `json:"reasons,omitempty"` // of a restart
 	Seats   []SeatPlan `json:"seats,omitempty"`
 	Why     string     `json:"why,omitempty"`  // the reason why it cannot be placed
@@ -179,6 +162,7 @@ func (r *RankRemoval) query() url.Values {
 // RankChange is a committed change of an attached rank.
 type RankChange struct {
 	App      string `json:"app"`
+	Pool     string `json:"pool,omitempty"` // PoolPrefill or PoolDecode
 	Group    int    `json:"group"`
 	Rank     int    `json:"rank"`
 	URL      string `json:"url"`

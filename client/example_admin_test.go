@@ -35,9 +35,9 @@ func fakeNode(answers map[string]answer) *httptest.Server {
 func ExampleClient_Deploy() {
 	node := fakeNode(map[string]answer{
 		"POST /api/v1/plan?file=app.yaml": {200, `{"apiVersion":"dpserve/v1","plan":{"revision":7,
-			"changes":true,"fits":true,"apps":[{"app":"demo","action":"create"}]}}`},
+			"changes":true,"fits":true,"apps":[{"app":"demo","effect":"create"}]}}`},
 		"PUT /api/v1/apps?file=app.yaml&revision=7": {202, `{"apiVersion":"dpserve/v1","revision":8,
-			"apps":{"demo":1},"changes":[{"app":"demo","action":"create"}]}`},
+			"apps":{"demo":1},"changes":[{"app":"demo","effect":"create"}]}`},
 		"GET /api/v1/apps/demo": {200, `{"apiVersion":"dpserve/v1","app":{"name":"demo",
 			"status":"RUNNING","revision":1,"desired":4,"ready":4}}`},
 	})
@@ -55,7 +55,7 @@ func ExampleClient_Deploy() {
 		fmt.Println(err)
 		return
 	}
-	fmt.Println(plan.Apps[0].Action, plan.Apps[0].App, "fits:", plan.Fits)
+	fmt.Println(plan.Apps[0].Effect, plan.Apps[0].App, "fits:", plan.Fits)
 	file.Revision = &plan.Revision
 	done, err := c.Deploy(ctx, file)
 	if err != nil {

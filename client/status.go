@@ -1,6 +1,10 @@
 package client
 
-import "time"
+import (
+	"slices"
+	"strings"
+	"time"
+)
 
 // Values of an application's status, which are those of Ray.
 const (
@@ -56,6 +60,27 @@ type PoolStatus struct {
 	Desired  int    `json:"desired"` // ranks
 }
 
+// OfPool returns one pool, by its name, in the form of an application.
+func (a *AppStatus) OfPool(name string) (AppStatus, bool) {
+	i := slices.IndexFunc(a.Pools, func(p PoolStatus) bool { return p.Name == name })
+	if i < 0 {
+		return AppStatus{}, false
+	}
+	out, p := *a, &a.Pools[i]
+	out.Name, out.Status, out.Policy, out.Coupling = p.Name, p.Status, p.Policy, p.Coupling
+	out.DPSize, out.Groups, out.Ready, out.Desired, out.Pools = p.DPSize, p.Groups, p.Ready, p.Desired, nil
+	out.PD = nil
+	out.Units = slices.DeleteFunc(slices.Clone(a.Units), func(u UnitStatus) bool { return u.Pool != p.Pool })
+	var lines []string
+	for line := range strings.Lines(a.Message) {
+		if strings.HasPrefix(line, p.Name+"/") {
+			lines = append(lines, line)
+		}
+	}
+	out.Message = strings.TrimSpace(strings.Join(lines, ""))
+	return out, true
+}
+
 // PDStatus is how an application with a prefill and a decode pool works.
 type PDStatus struct {
 	Transfer string `json:"transfer"`  // nixl | nixl-push | mooncake | sglang | sim
@@ -90,6 +115,7 @@ type Index struct {
 // UnitStatus is one unit of an application.
 type UnitStatus struct {
 	Unit     string       `json:"unit"`
+	Pool     string       `json:"pool,omitempty"` // PoolPrefill or PoolDecode
 	Group    int          `json:"group"`
 	Phase    string       `json:"phase"`
 	Epoch    uint64       `json:"epoch"`

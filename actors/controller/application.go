@@ -4,11 +4,11 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
+	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
-	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -17,16 +17,47 @@ type application struct {
 	name     string
 	revision uint64
 	deleting bool
-	spec     *app.Application // nil if broken
-	broken   string           // why the spec cannot be read
-	units    []app.Unit       // wanted
+	pools    []*app.Application // nil if broken
+	broken   string             // why the spec cannot be read
+	units    []app.Unit         // wanted, of all pools
 	launch   map[string]string
 
 	running    uint64 // the last revision that was RUNNING
 	status     state.AppStatus
-	lastCounts *RanksEffect // the last emitted counts; nil = none yet
-	busy       bool         // ForgetApp is under way
+	lastCounts []RanksEffect // the last emitted counts of its pools
+	busy       bool          // ForgetApp is under way
 	retryAt    time.Time
+}
+
+// poolAt returns the index of a pool, -1 if the application does not have it.
+func (a *application) poolAt(name string) int {
+	return slices.IndexFunc(a.pools, func(p *app.Application) bool { return p.Pool == name })
+}
+
+// pool returns the pool with a name, nil if the application does not have it.
+func (a *application) pool(name string) *app.Application {
+	if i := a.poolAt(name); i >= 0 {
+		return a.pools[i]
+	}
+	return nil
+}
+
+// spec returns what is the same in all pools, and of the rest the part of the pool that answers requests; nil
+// if the application is broken.
+func (a *application) spec() *app.Application {
+	if a.pools == nil {
+		return nil
+	}
+	return a.pools[len(a.pools)-1]
+}
+
+// countWanted counts the ranks of all pools.
+func (a *application) countWanted() int {
+	n := 0
+	for _, p := range a.pools {
+		n += p.NumReplicas
+	}
+	return n
 }
 
 func (a *application) isWanted(id string) bool {
@@ -35,37 +66,33 @@ func (a *application) isWanted(id string) bool {
 }
 
 func readApp(s *state.App) *application {
-	a := &application{name: s.Name, revision: s.Revision, launch: map[string]string{}}
-	spec, err := s.Application()
+	a := &application{name: s.Name, revision: s.Revision}
+	pools, err := s.Pools()
 	if err != nil {
 		a.broken = "the stored spec cannot be read: " + err.Error()
 		return a
 	}
-	if err := a.setSpec(spec); err != nil {
+	if err := a.setPools(pools); err != nil {
 		a.broken = "the stored spec cannot be hashed: " + err.Error()
 	}
 	return a
 }
 
-// wantedApp is an application as a deploy wants it.
-func wantedApp(spec *app.Application) (*application, error) {
-	a := &application{name: spec.Name, launch: map[string]string{}}
-	if err := a.setSpec(spec); err != nil {
-		return nil, problem.New(problem.InvalidArgument, "deploy %s: %w", spec.Name, err)
-	}
-	return a, nil
-}
-
-func (a *application) setSpec(spec *app.Application) error {
-	units := spec.Units()
-	for i := range units {
-		h, err := launchHash(spec, &units[i])
-		if err != nil {
-			return err
+func (a *application) setPools(pools []*app.Application) error {
+	a.launch = map[string]string{}
+	var all []app.Unit
+	for _, p := range pools {
+		units := p.Units()
+		for i := range units {
+			h, err := launchHash(p, &units[i])
+			if err != nil {
+				return err
+			}
+			a.launch[units[i].ID] = h
 		}
-		a.launch[units[i].ID] = h
+		all = append(all, units...)
 	}
-	a.spec, a.units = spec, units
+	a.pools, a.units = pools, all
 	return nil
 }
 

@@ -31,16 +31,20 @@ func (c *Core) updateApps() {
 	}
 	for name := range c.apps {
 		if c.state.Apps[name] == nil {
+			for _, counts := range c.apps[name].lastCounts {
+				c.emit(ForgetRanksEffect{counts.Pool})
+			}
+			for _, p := range c.apps[name].pools {
+				delete(c.avoided, p.PoolName())
+			}
 			delete(c.apps, name)
-			delete(c.avoided, name)
-			c.emit(ForgetAppEffect{name})
 		}
 	}
 }
 
 func (c *Core) isAttach(name string) bool {
 	a := c.apps[name]
-	return a != nil && a.spec != nil && a.spec.Engine.Kind == app.KindAttach
+	return a != nil && a.pools != nil && a.spec().Engine.Kind == app.KindAttach
 }
 
 func (c *Core) appNames() []string { return slices.Sorted(maps.Keys(c.apps)) }
@@ -63,8 +67,11 @@ func (c *Core) reconcile(now time.Time) {
 	c.forgetFinished(now)
 	c.waiting = nil
 	for _, name := range c.appNames() {
-		c.updateAppStatus(now, c.apps[name])
-		c.addWaiting(c.apps[name])
+		a := c.apps[name]
+		c.updateAppStatus(now, a)
+		for _, pool := range a.pools {
+			c.addWaiting(a, pool)
+		}
 	}
 }
 
@@ -114,8 +121,8 @@ func (c *Core) grace(u *unit) time.Duration {
 	if u.drain != nil {
 		return *u.drain
 	}
-	if a := c.apps[u.app]; a != nil && a.spec != nil {
-		return app.Seconds(a.spec.GracefulShutdownTimeout)
+	if a := c.apps[u.app]; a != nil && a.pools != nil {
+		return app.Seconds(a.spec().GracefulShutdownTimeout)
 	}
 	if u.seat.spec != nil {
 		return app.Seconds(u.seat.spec.GracefulShutdownTimeout)
@@ -129,11 +136,11 @@ func (c *Core) reconcileApp(now time.Time, a *application) {
 		w := &a.units[i]
 		u := c.units[w.ID]
 		if u == nil {
-			u = newUnit(w.ID, w.App, w.Group, w.Ranks)
+			u = newUnit(w)
 			u.m = state.Machine{Epoch: c.state.LastEpoch(w.ID), Served: c.state.Served[w.ID]}
 			c.addUnit(u)
 		}
-		u.m.Attach = a.spec.Engine.Kind == app.KindAttach
+		u.m.Attach = a.spec().Engine.Kind == app.KindAttach
 		if u.awaitsGrant() {
 			u.ranks = w.Ranks // a lockstep unit keeps its name when its group changes its size
 		}
@@ -149,8 +156,7 @@ func (c *Core) reconcileApp(now time.Time, a *application) {
 // startUnit begins a unit, unless another unit still holds its ranks because the app's coupling has changed.
 func (c *Core) startUnit(now time.Time, u *unit, w *app.Unit) {
 	for id, rec := range c.state.Units {
-		if id != u.id && rec.App == w.App && rec.Group == w.Group && rec.Holds() &&
-			slices.ContainsFunc(w.Ranks, rec.HasRank) {
+		if id != u.id && holdsRanksOf(rec, w) {
 			return
 		}
 	}
@@ -164,8 +170,8 @@ func (c *Core) isStale(a *application, u *unit) bool {
 }
 
 // rollUnit ends a unit of an older revision, so that it starts anew: at once if it does not serve, else one
-// ready unit of the app at a time. A unit that fails under the new revision stops the roll-out, and the other
-// units continue to serve.
+// ready unit of the pool at a time. A unit that fails under the new revision stops the roll-out, and the
+// other units continue to serve.
 func (c *Core) rollUnit(now time.Time, a *application, u *unit) {
 	switch u.m.Phase {
 	case state.Starting, state.Fenced, state.Killing, state.Backoff, state.Failed, state.Draining:
@@ -182,14 +188,14 @@ func (c *Core) rollUnit(now time.Time, a *application, u *unit) {
 	})
 }
 
-// findUnready names another unit of the application that is not ready; "" = none. A unit without room does
+// findUnready names another unit of the pool that is not ready; "" = none. A unit without room does
 // not count, because it may wait for this unit's room.
 func (c *Core) findUnready(a *application, but *unit, countFailed bool) string {
 	for i := range a.units {
 		id := a.units[i].ID
 		u := c.units[id]
 		switch {
-		case u == but:
+		case u == but || a.units[i].Pool != but.pool:
 		case u == nil, u.hasUnreportedPart():
 			return id
 		case u.m.Phase == state.Ready, u.noRoom != "", u.m.HasFailed() && !countFailed:
@@ -248,7 +254,7 @@ func (c *Core) forgetFinished(now time.Time) {
 		if a := c.apps[u.app]; (a == nil || !a.isWanted(id)) && u.isIdle(c.state) {
 			delete(c.units, id)
 			c.order = nil
-			c.emit(ForgetEffect{u.app, id})
+			c.emit(ForgetEffect{u.poolName(), id})
 			continue
 		}
 		left[u.app]++
@@ -263,11 +269,8 @@ func (c *Core) forgetFinished(now time.Time) {
 }
 
 func (c *Core) updateAppStatus(now time.Time, a *application) {
-	if ranks := c.countRanks(a); a.lastCounts == nil || *a.lastCounts != ranks {
-		a.lastCounts = &ranks
-		c.emit(ranks)
-	}
-	s := c.deriveStatus(a)
+	c.countRanks(a)
+	s := c.deriveStatus(a, a.units)
 	if s == state.Running {
 		a.running = a.revision
 	}
@@ -280,28 +283,42 @@ func (c *Core) updateAppStatus(now time.Time, a *application) {
 	a.status = s
 }
 
-func (c *Core) countRanks(a *application) RanksEffect {
-	out := RanksEffect{App: a.name}
-	for i := range a.units {
-		w := &a.units[i]
-		if !a.isWanted(w.ID) {
-			continue
+// countRanks tells the counts of pools that have changed, and which pools the application no longer has.
+func (c *Core) countRanks(a *application) {
+	counts := make([]RanksEffect, len(a.pools))
+	for i, pool := range a.pools {
+		out := &counts[i]
+		out.Pool = pool.PoolName()
+		for j := range a.units {
+			w := &a.units[j]
+			if w.Pool != pool.Pool || !a.isWanted(w.ID) {
+				continue
+			}
+			out.Desired += len(w.Ranks)
+			if u := c.units[w.ID]; u != nil && u.m.Phase == state.Ready {
+				out.Ready += len(u.ranks)
+			}
 		}
-		out.Desired += len(w.Ranks)
-		if u := c.units[w.ID]; u != nil && u.m.Phase == state.Ready {
-			out.Ready += len(u.ranks)
+		if !slices.Contains(a.lastCounts, *out) {
+			c.emit(*out)
 		}
 	}
-	return out
+	for _, old := range a.lastCounts {
+		if !slices.ContainsFunc(counts, func(n RanksEffect) bool { return n.Pool == old.Pool }) {
+			c.emit(ForgetRanksEffect{old.Pool})
+		}
+	}
+	a.lastCounts = counts
 }
 
-func (c *Core) deriveStatus(a *application) state.AppStatus {
+// deriveStatus returns the status of an application, or of the part of it that has some of its units.
+func (c *Core) deriveStatus(a *application, units []app.Unit) state.AppStatus {
 	if a.broken != "" && !a.deleting {
 		return state.DeployFailed
 	}
 	seen := state.Seen{Deleting: a.deleting, WasRunning: a.running == a.revision}
-	for i := range a.units {
-		seen.Units = append(seen.Units, c.wantedPhase(a, a.units[i].ID))
+	for i := range units {
+		seen.Units = append(seen.Units, c.wantedPhase(a, units[i].ID))
 	}
 	return state.DeriveStatus(seen)
 }
@@ -418,7 +435,7 @@ func (c *Core) moveOffDraining(now time.Time) {
 	for _, id := range c.unitIDs() {
 		u := c.units[id]
 		a := c.apps[u.app]
-		if n := u.drainingNode(draining); n != nil && a != nil && a.spec != nil && a.isWanted(id) {
+		if n := u.drainingNode(draining); n != nil && a != nil && a.pools != nil && a.isWanted(id) {
 			c.moveUnit(now, a, u, n)
 		}
 	}

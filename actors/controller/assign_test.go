@@ -92,7 +92,7 @@ func benchmarkDeploy(b *testing.B, units int) {
 		a := sim("gang", 1, app.Lockstep)
 		a.NumGroups, a.NumReplicas = units, units
 		began := time.Now()
-		_, err = c.Deploy(b.Context(), []*app.Application{a}, nil, false, false)
+		_, _, err = c.Deploy(b.Context(), Deployment{Apps: []*app.Application{a}})
 		require.NoError(b, err)
 		<-agent.started
 		first += time.Since(began)
@@ -142,7 +142,7 @@ func TestUnitsStartAfterTwoWrites(t *testing.T) {
 		a := sim("gang", 1, app.Lockstep)
 		a.NumGroups, a.NumReplicas = units, units
 		began := time.Now()
-		_, err = c.Deploy(t.Context(), []*app.Application{a}, nil, false, false)
+		_, _, err = c.Deploy(t.Context(), Deployment{Apps: []*app.Application{a}})
 		require.NoError(t, err)
 		for range units {
 			<-agent.started

@@ -27,7 +27,7 @@ type AttachedRanks struct{ Controller *Controller }
 
 // rankEdit is an application with changed ranks, and the reply to the caller.
 type rankEdit struct {
-	app   *app.Application
+	pool  *app.Application
 	reply client.RankChange
 	grace map[string]time.Duration // per removed unit; default: the application's grace
 }
@@ -35,23 +35,25 @@ type rankEdit struct {
 // Add attaches an engine, described like an item of engine.ranks, to the pool of its role. The rank gets the
 // lowest free number.
 func (r AttachedRanks) Add(ctx context.Context, name string, rank []byte) (client.RankChange, error) {
-	return r.change(ctx, name, func(pools []*app.Application, st *state.State) (rankEdit, error) {
-		parsed, err := app.ParseRank(rank, pools[0].Engine.Family, transferOf(pools[0]))
+	return r.change(ctx, name, func(st *state.State, found attachedApp) (rankEdit, error) {
+		parsed, err := app.ParseRank(rank, found.pools[0].Engine.Family, transferOf(found.pools[0]))
 		if err != nil {
 			return rankEdit{}, err
 		}
-		a, err := poolFor(pools, parsed.Role)
+		a, err := poolFor(found.named, parsed.Role)
 		if err != nil {
 			return rankEdit{}, err
 		}
-		if err := checkOtherPool(st, a, &parsed); err != nil {
-			return rankEdit{}, err
+		for _, other := range found.pools { // the other pool may have attached it
+			if err := other.CheckAttachable(&parsed); err != nil {
+				return rankEdit{}, err
+			}
 		}
-		next, n, err := a.WithRank(parsed, isNumberTaken(st, a.Name))
+		next, n, err := a.WithRank(parsed, isNumberTaken(st, a))
 		if err != nil {
 			return rankEdit{}, err
 		}
-		return rankEdit{app: next, reply: newRankChange(a.Name, &parsed, n)}, nil
+		return rankEdit{pool: next, reply: newRankChange(a, &parsed, n)}, nil
 	})
 }
 
@@ -71,29 +73,16 @@ func poolFor(pools []*app.Application, role string) (*app.Application, error) {
 		}
 	}
 	return nil, problem.New(problem.Conflict, "add a rank: a rank with role %s does not belong to %s", role,
-		pools[0].Name).
-		WithHint("name the application: dpserve ranks add %s URL --role prefill | decode", pools[0].AppName())
-}
-
-// checkOtherPool refuses an engine that the other pool of the application has attached.
-func checkOtherPool(st *state.State, a *app.Application, r *app.AttachRank) error {
-	other := st.Apps[a.OtherPool()]
-	if other == nil {
-		return nil
-	}
-	spec, err := other.Application()
-	if err != nil {
-		return fmt.Errorf("read the stored specification of %s: %w", other.Name, err)
-	}
-	return spec.CheckAttachable(r)
+		pools[0].PoolName()).
+		WithHint("name the application: dpserve ranks add %s URL --role prefill | decode", pools[0].Name)
 }
 
 // Remove drains and detaches a rank. deadline is for its running streams; nil = the application's grace.
 func (r AttachedRanks) Remove(ctx context.Context, name string, rank app.RankRef,
 	deadline *time.Duration,
 ) (client.RankChange, error) {
-	return r.change(ctx, name, func(pools []*app.Application, _ *state.State) (rankEdit, error) {
-		a, err := poolWith(pools, rank)
+	return r.change(ctx, name, func(_ *state.State, found attachedApp) (rankEdit, error) {
+		a, err := poolWith(found.named, rank)
 		if err != nil {
 			return rankEdit{}, err
 		}
@@ -101,9 +90,9 @@ func (r AttachedRanks) Remove(ctx context.Context, name string, rank app.RankRef
 		if err != nil {
 			return rankEdit{}, err
 		}
-		c := rankEdit{app: next, reply: newRankChange(a.Name, &gone, *gone.Number)}
+		c := rankEdit{pool: next, reply: newRankChange(a, &gone, *gone.Number)}
 		if deadline != nil {
-			c.grace = map[string]time.Duration{rankUnitID(a.Name, gone.Group, *gone.Number): *deadline}
+			c.grace = map[string]time.Duration{rankUnitID(a, gone.Group, *gone.Number): *deadline}
 		}
 		return c, nil
 	})
@@ -124,23 +113,23 @@ func poolWith(pools []*app.Application, rank app.RankRef) (*app.Application, err
 			details = append(details, p.Details...)
 		}
 	}
-	user := pools[0].AppName()
 	switch len(have) {
 	case 0:
-		return nil, problem.New(problem.NotFound, "there is no rank %s in %s", rank, user).
+		return nil, problem.New(problem.NotFound, "there is no rank %s in %s", rank, pools[0].Name).
 			WithHint("its ranks are listed below").WithDetails(details...)
 	case 1:
 		return have[0], nil
 	default:
-		return nil, problem.New(problem.InvalidArgument, "both pools of %s have a rank %s", user, rank).
-			WithHint("name the pool: dpserve ranks remove %s %s", pools[0].Name, rank)
+		return nil, problem.New(problem.InvalidArgument, "both pools of %s have a rank %s",
+			pools[0].Name, rank).
+			WithHint("name the pool: dpserve ranks remove %s %s", pools[0].PoolName(), rank)
 	}
 }
 
 // change stores a change of an application's ranks. Changes run one after another. If a deploy overtakes a
-// change, it is repeated on the new revision. edit gets the application, or its pools.
+// change, it is repeated on the new revision.
 func (r AttachedRanks) change(ctx context.Context, name string,
-	edit func([]*app.Application, *state.State) (rankEdit, error),
+	edit func(*state.State, attachedApp) (rankEdit, error),
 ) (client.RankChange, error) {
 	done, err := r.Controller.Turn(ctx)
 	if err != nil {
@@ -150,17 +139,20 @@ func (r AttachedRanks) change(ctx context.Context, name string,
 	var stale error
 	for range maxRankChangeAttempts {
 		st := r.Controller.cfg.Store.State()
-		pools, err := findAttached(st, name)
+		found, err := findAttached(st, name)
 		if err != nil {
 			return client.RankChange{}, err
 		}
-		c, err := edit(pools, st)
+		c, err := edit(st, found)
 		if err != nil {
 			return client.RankChange{}, err
 		}
-		res, err := r.Controller.Reshape(ctx, c.app, st.Apps[c.app.Name].Revision, c.grace)
+		pools := slices.Clone(found.pools)
+		at := slices.IndexFunc(pools, func(p *app.Application) bool { return p.Pool == c.pool.Pool })
+		pools[at] = c.pool
+		res, err := r.Controller.Reshape(ctx, pools, found.Revision, c.grace)
 		if err == nil {
-			c.reply.Revision = res.Apps[c.app.Name]
+			c.reply.Revision = res.Apps[found.Name]
 			return c.reply, nil
 		}
 		if stale = err; !errors.Is(err, state.ErrStaleRevision) {
@@ -173,12 +165,12 @@ func (r AttachedRanks) change(ctx context.Context, name string,
 
 // AttachedURLs lists the URLs of an application's engines in rank order, prefill ranks first, each once.
 func AttachedURLs(st *state.State, name string) ([]string, error) {
-	pools, err := findAttached(st, name)
+	found, err := findAttached(st, name)
 	if err != nil {
 		return nil, err
 	}
 	var out []string
-	for _, a := range pools {
+	for _, a := range found.named {
 		for _, r := range attached(a) {
 			if !slices.Contains(out, r.URL) {
 				out = append(out, r.URL)
@@ -208,50 +200,44 @@ func attached(a *app.Application) iter.Seq2[rankPlace, *app.AttachRank] {
 	}
 }
 
-// findAttached returns a stored application: one, or its two pools. An empty name selects the only
-// application of kind attach.
-func findAttached(st *state.State, name string) ([]*app.Application, error) {
+// attachedApp is a stored application with its pools, of which a name selects all or one.
+type attachedApp struct {
+	*state.App
+	pools, named []*app.Application
+}
+
+// findAttached returns the application of a name, which may be the name of one of its pools. An empty name
+// selects the only application of kind attach.
+func findAttached(st *state.State, name string) (attachedApp, error) {
 	if name == "" {
 		var err error
 		if name, err = onlyAttached(st); err != nil {
-			return nil, err
+			return attachedApp{}, err
 		}
 	}
-	found := state.FindApps(st, name)
-	if len(found) > 1 { // what the application was before it had pools ends
-		found = slices.DeleteFunc(found, func(s *state.App) bool { return s.Deleting })
+	out := attachedApp{App: st.Apps[name]}
+	if a, pool := st.Pool(name); pool != nil {
+		out.App, out.named = a, []*app.Application{pool}
 	}
-	if len(found) == 0 {
-		return nil, state.UnknownApp(name, userNames(st))
+	if out.App == nil {
+		return attachedApp{}, state.UnknownApp(name, slices.Sorted(maps.Keys(st.Apps)))
 	}
-	var out []*app.Application
-	for _, s := range found {
-		a, err := s.Application()
-		if err != nil {
-			return nil, fmt.Errorf("read the stored specification of %s: %w", s.Name, err)
-		}
-		out = append(out, a)
+	var err error
+	if out.pools, err = out.Pools(); err != nil {
+		return attachedApp{}, fmt.Errorf("read the stored specification of %s: %w", name, err)
+	}
+	if out.named == nil {
+		out.named = out.pools
 	}
 	return out, nil
 }
 
-func userNames(st *state.State) []string {
-	names := map[string]bool{}
-	for n := range st.Apps {
-		user, _ := app.SplitPool(n)
-		names[user] = true
-	}
-	return slices.Sorted(maps.Keys(names))
-}
-
 func onlyAttached(st *state.State) (string, error) {
 	var found []string
-	for _, user := range userNames(st) {
-		if slices.ContainsFunc(state.FindApps(st, user), func(s *state.App) bool {
-			a, err := s.Application()
-			return err == nil && a.Engine.Kind == app.KindAttach && !s.Deleting
-		}) {
-			found = append(found, user)
+	for _, name := range slices.Sorted(maps.Keys(st.Apps)) {
+		pools, err := st.Apps[name].Pools()
+		if err == nil && pools[0].Engine.Kind == app.KindAttach && !st.Apps[name].Deleting {
+			found = append(found, name)
 		}
 	}
 	switch len(found) {
@@ -269,16 +255,16 @@ func onlyAttached(st *state.State) (string, error) {
 
 // isNumberTaken reports whether a unit still has a rank's number. A draining unit keeps its number until it
 // is released.
-func isNumberTaken(st *state.State, name string) func(rank int) bool {
-	return func(rank int) bool { return st.Units[rankUnitID(name, 0, rank)] != nil }
+func isNumberTaken(st *state.State, pool *app.Application) func(rank int) bool {
+	return func(rank int) bool { return st.Units[rankUnitID(pool, 0, rank)] != nil }
 }
 
-func rankUnitID(name string, group, rank int) string {
-	return name + "/" + strconv.Itoa(group) + "/" + strconv.Itoa(rank)
+func rankUnitID(pool *app.Application, group, rank int) string {
+	return groupName(pool.PoolName(), group) + "/" + strconv.Itoa(rank)
 }
 
-func newRankChange(name string, r *app.AttachRank, number int) client.RankChange {
-	c := client.RankChange{App: name, Group: r.Group, Rank: number, URL: r.URL}
+func newRankChange(pool *app.Application, r *app.AttachRank, number int) client.RankChange {
+	c := client.RankChange{App: pool.Name, Pool: pool.Pool, Group: r.Group, Rank: number, URL: r.URL}
 	if r.Addressing != app.AddressURL {
 		c.Selector = &r.Selector
 	}

@@ -31,7 +31,7 @@ func (a avoidance) describe(name string) string {
 	return fmt.Sprintf("avoided for %s until %s: %s", name, a.until.UTC().Format(time.RFC3339), a.why)
 }
 
-// avoidances are the nodes that applications avoid: by application, then by node. A new leader begins without
+// avoidances are the nodes that applications avoid: by pool, then by node. A new leader begins without
 // any.
 type avoidances map[string]map[string]avoidance
 
@@ -54,10 +54,10 @@ func (as avoidances) clone() avoidances {
 	return out
 }
 
-// nodesOf returns the nodes that an application avoids, the latest failure first: where all of them fail,
-// starts go round.
-func (as avoidances) nodesOf(a *application) []string {
-	marks := as[a.name]
+// nodesOf returns the nodes that a pool of an application avoids, the latest failure first: where all of them
+// fail, starts go round.
+func (as avoidances) nodesOf(a *application, pool string) []string {
+	marks := as[app.PoolName(a.name, pool)]
 	var out []string
 	for node, mark := range marks {
 		if slices.ContainsFunc(a.units, func(u app.Unit) bool { return a.startsAs(u.ID, mark.launch) }) {
@@ -74,10 +74,10 @@ func (as avoidances) nodesOf(a *application) []string {
 // avoid all usable nodes: they have no other.
 func (as avoidances) notesOn(node string, apps map[string]*application, usable int) []string {
 	var out []string
-	for _, name := range slices.Sorted(maps.Keys(as)) {
-		if a := apps[name]; a != nil {
-			if nodes := as.nodesOf(a); slices.Contains(nodes, node) && len(nodes) < usable {
-				out = append(out, as[name][node].describe(name))
+	for _, a := range inOrder(apps) {
+		for _, p := range a.pools {
+			if nodes := as.nodesOf(a, p.Pool); slices.Contains(nodes, node) && len(nodes) < usable {
+				out = append(out, as[p.PoolName()][node].describe(p.PoolName()))
 			}
 		}
 	}
@@ -92,10 +92,10 @@ func (as avoidances) noteFailedStart(now time.Time, u *unit) {
 	if node == "" || u.m.NodeDied || u.m.Attach || u.m.Attempt < leaveAfter {
 		return
 	}
-	if as[u.app] == nil {
-		as[u.app] = map[string]avoidance{}
+	if as[u.poolName()] == nil {
+		as[u.poolName()] = map[string]avoidance{}
 	}
-	as[u.app][node] = avoidance{
+	as[u.poolName()][node] = avoidance{
 		until: now.Add(avoidFor), launch: u.seat.launch,
 		why: fmt.Sprintf("start %d of %s failed there: %s", u.m.Attempt, u.id, u.m.Reason),
 	}
@@ -104,7 +104,7 @@ func (as avoidances) noteFailedStart(now time.Time, u *unit) {
 // forgive ends what the application has against the nodes of a unit that is ready.
 func (as avoidances) forgive(u *unit) {
 	for _, n := range u.nodes {
-		delete(as[u.app], n)
+		delete(as[u.poolName()], n)
 	}
 }
 

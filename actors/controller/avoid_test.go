@@ -141,7 +141,7 @@ func TestHF51UnitsLeaveANodeOnWhichTheyDoNotStart(t *testing.T) {
 
 			c.run(avoidFor)
 			assert.Empty(t, view{c.core}.Status()[0].Message)
-			assert.Empty(t, c.core.avoided.nodesOf(c.core.apps["chat"]))
+			assert.Empty(t, c.core.avoided.nodesOf(c.core.apps["chat"], ""))
 			assert.Equal(t, "b:0", c.where("chat/0/0"), "nothing moves back")
 		})
 	}

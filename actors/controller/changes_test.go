@@ -1,12 +1,12 @@
 package controller
 
 import (
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
@@ -18,7 +18,7 @@ func storedApps(t *testing.T, apps ...*app.Application) *state.State {
 	st := state.New()
 	put := &state.PutApps{}
 	for _, a := range apps {
-		spec, err := encodeSpec(a)
+		spec, err := encodeSpec([]*app.Application{a})
 		require.NoError(t, err)
 		put.Apps = append(put.Apps, spec)
 	}
@@ -27,8 +27,8 @@ func storedApps(t *testing.T, apps ...*app.Application) *state.State {
 	return st
 }
 
-// What a deploy says it changes is what a plan of it says.
-func TestDeployAndPlanNameTheSameChanges(t *testing.T) {
+// A deploy lists the applications that it puts, then those that it ends.
+func TestChangesOfADeploy(t *testing.T) {
 	old, same, gone := sim("old", 2, app.Independent), sim("same", 1, app.Independent),
 		sim("gone", 1, app.Independent)
 	old.RoutePrefix, same.RoutePrefix, gone.RoutePrefix = "/old", "/same", "/gone"
@@ -38,25 +38,18 @@ func TestDeployAndPlanNameTheSameChanges(t *testing.T) {
 	fresh := sim("fresh", 1, app.Independent)
 	fresh.RoutePrefix = "/fresh"
 	apps := []*app.Application{&next, same, fresh}
-	changes, err := appChanges(st, apps, true)
-	require.NoError(t, err)
-	plan, err := planOf(st, nil, apps, true)
-	require.NoError(t, err)
-	planned := map[string]client.Change{}
-	for _, a := range plan.Apps {
-		planned[a.App] = client.Change{
-			App: a.App, Action: client.Action(a.Action), Impact: a.Impact, Fields: a.Fields,
+	listed := [][2]string{{"fresh", "create"}, {"old", "scale"}, {"same", "unchanged"}}
+	for prune, want := range map[bool][][2]string{
+		false: listed, true: append(slices.Clone(listed), [2]string{"gone", "delete"}),
+	} {
+		d, err := newDryRun(st, nil, apps, prune)
+		require.NoError(t, err)
+		var got [][2]string
+		for _, c := range d.changes() {
+			got = append(got, [2]string{c.App, string(c.Effect)})
 		}
+		assert.Equal(t, want, got)
 	}
-	require.Len(t, changes, 4)
-	for i, name := range []string{"old", "same", "fresh", "gone"} {
-		assert.Equal(t, name, changes[i].App, "as listed, then what is deleted")
-		assert.Equal(t, planned[name], changes[i])
-	}
-	assert.Equal(t, client.EffectScale, changes[0].Effect)
-	changes, err = appChanges(st, apps, false)
-	require.NoError(t, err)
-	assert.Len(t, changes, 3)
 }
 
 func TestExpectedRevisionsRefuseWhatChangedMeanwhile(t *testing.T) {
@@ -80,7 +73,7 @@ func TestExpectedRevisionsRefuseWhatChangedMeanwhile(t *testing.T) {
 // A draining rank keeps its number.
 func TestRankNumberIsFreeAfterItsUnitIsReleased(t *testing.T) {
 	st := state.New()
-	held := isNumberTaken(st, "edge")
+	held := isNumberTaken(st, &app.Application{Name: "edge"})
 	assert.False(t, held(1))
 	st.Units["edge/0/1"] = &state.Unit{ID: "edge/0/1", App: "edge", Phase: state.Ready}
 	assert.True(t, held(1))

@@ -61,13 +61,14 @@ type Assigner interface {
 	Release(m msg.ReleaseRank, answer func(error))
 }
 
-// Metrics counts the changes of units. It is called from one goroutine at a time and may not block.
+// Metrics counts the changes of units, by the names of their pools. It is called from one goroutine at a time
+// and may not block.
 type Metrics interface {
-	UnitPhase(app, unit string, phase state.Phase, epoch uint64)
-	UnitRestart(app, unit string)
-	UnitForget(app, unit string)
-	AppRanks(app string, ready, desired int)
-	AppRanksForget(app string)
+	UnitPhase(pool, unit string, phase state.Phase, epoch uint64)
+	UnitRestart(pool, unit string)
+	UnitForget(pool, unit string)
+	AppRanks(pool string, ready, desired int)
+	AppRanksForget(pool string)
 }
 
 // Config is the configuration of a Controller. Store must have everything that was committed before this node
@@ -168,10 +169,12 @@ func (c *Controller) Close() error {
 			c.timer.Stop()
 		}
 		for id, u := range c.core.units {
-			c.cfg.Metrics.UnitForget(u.app, id)
+			c.cfg.Metrics.UnitForget(u.poolName(), id)
 		}
-		for name := range c.core.apps {
-			c.cfg.Metrics.AppRanksForget(name)
+		for _, a := range c.core.apps {
+			for _, counts := range a.lastCounts {
+				c.cfg.Metrics.AppRanksForget(counts.Pool)
+			}
 		}
 	})
 	return c.closeErr
@@ -230,13 +233,13 @@ func (c receiver) Receive(m any) {
 		case ChangeEffect:
 			c.publishEvent(e.Event)
 		case RestartEffect:
-			c.cfg.Metrics.UnitRestart(e.App, e.Unit)
+			c.cfg.Metrics.UnitRestart(e.Pool, e.Unit)
 		case ForgetEffect:
-			c.cfg.Metrics.UnitForget(e.App, e.Unit)
+			c.cfg.Metrics.UnitForget(e.Pool, e.Unit)
 		case RanksEffect:
-			c.cfg.Metrics.AppRanks(e.App, e.Ready, e.Desired)
-		case ForgetAppEffect:
-			c.cfg.Metrics.AppRanksForget(e.App)
+			c.cfg.Metrics.AppRanks(e.Pool, e.Ready, e.Desired)
+		case ForgetRanksEffect:
+			c.cfg.Metrics.AppRanksForget(e.Pool)
 		default:
 			c.executor.execute(e)
 			continue
@@ -284,7 +287,7 @@ func (c *Controller) publishEvent(e Event) {
 		slog.String("to", e.To),
 	}
 	if e.Unit != "" {
-		c.cfg.Metrics.UnitPhase(e.App, e.Unit, state.Phase(e.To), e.Epoch)
+		c.cfg.Metrics.UnitPhase(e.Pool, e.Unit, state.Phase(e.To), e.Epoch)
 		attrs = append(attrs, slog.String("unit", e.Unit), slog.Uint64("epoch", e.Epoch))
 	}
 	// a start would repeat the reason of the end before it

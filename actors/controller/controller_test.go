@@ -160,7 +160,7 @@ func rigged(t *testing.T, change func(*Config), f func(t *testing.T, r *rig)) {
 
 func (r *rig) deploy(t *testing.T, apps ...*app.Application) state.Result {
 	t.Helper()
-	res, err := r.Deploy(t.Context(), apps, nil, false, false)
+	res, _, err := r.Deploy(t.Context(), Deployment{Apps: apps})
 	require.NoError(t, err)
 	synctest.Wait()
 	return res
@@ -206,8 +206,8 @@ func TestDeployIsRefusedBeforeAnythingStarts(t *testing.T) {
 	rigged(t, nil, func(t *testing.T, r *rig) {
 		r.deploy(t, sim("small", 4, app.Independent))
 		big := sim("big", 16, app.Lockstep)
-		_, err := r.Deploy(t.Context(), []*app.Application{sim("fits", 1, app.Independent), big}, nil,
-			false, false)
+		what := Deployment{Apps: []*app.Application{sim("fits", 1, app.Independent), big}}
+		_, _, err := r.Deploy(t.Context(), what)
 		var p *problem.Error
 		require.ErrorAs(t, err, &p)
 		assert.Equal(t, problem.Unplaceable, p.Code)
@@ -223,7 +223,8 @@ func TestDeployIsRefusedBeforeAnythingStarts(t *testing.T) {
 		r.deploy(t, grown)
 		assert.Equal(t, "RUNNING", r.Status()[0].Status, "what is replaced makes room")
 
-		_, err = r.Deploy(t.Context(), []*app.Application{sim("other", 8, app.Independent)}, nil, true, false)
+		what = Deployment{Apps: []*app.Application{sim("other", 8, app.Independent)}, Prune: true}
+		_, _, err = r.Deploy(t.Context(), what)
 		require.NoError(t, err, "so does what is pruned")
 		synctest.Wait()
 		require.Len(t, r.Status(), 1)
@@ -237,8 +238,8 @@ func TestStatusShowsWhatWasJustDeployedOrDeleted(t *testing.T) {
 		r.agent.refuse(context.DeadlineExceeded) // no answer
 		for n := range 20 {
 			name := fmt.Sprint("app", n)
-			_, err := r.Deploy(t.Context(), []*app.Application{sim(name, 1, app.Independent)}, nil, true,
-				false)
+			what := Deployment{Apps: []*app.Application{sim(name, 1, app.Independent)}, Prune: true}
+			_, _, err := r.Deploy(t.Context(), what)
 			require.NoError(t, err)
 			names := map[string]string{}
 			for _, s := range r.Status() {
@@ -251,16 +252,6 @@ func TestStatusShowsWhatWasJustDeployedOrDeleted(t *testing.T) {
 				require.Equal(t, "DELETING", s.Status)
 			}
 		}
-	})
-}
-
-func TestStaleRevisionIsRefused(t *testing.T) {
-	rigged(t, nil, func(t *testing.T, r *rig) {
-		r.deploy(t, sim("chat", 1, app.Independent))
-		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 2, app.Independent)},
-			map[string]uint64{"chat": 0}, false, false)
-		require.ErrorIs(t, err, state.ErrStaleRevision)
-		assert.Equal(t, problem.Conflict, problem.CodeOf(err))
 	})
 }
 
@@ -343,7 +334,8 @@ func TestCallsAfterClose(t *testing.T) {
 		system := inbox.NewSystem(slog.New(slog.DiscardHandler))
 		require.NoError(t, c.Start(system))
 		require.NoError(t, c.Close())
-		_, err = c.Deploy(t.Context(), []*app.Application{sim("chat", 1, app.Independent)}, nil, false, false)
+		what := Deployment{Apps: []*app.Application{sim("chat", 1, app.Independent)}}
+		_, _, err = c.Deploy(t.Context(), what)
 		require.ErrorIs(t, err, ErrStopped)
 		system.Shutdown()
 		time.Sleep(time.Second)

@@ -10,6 +10,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/rankassigner"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -180,8 +181,8 @@ func (c *Core) stepUnit(now time.Time, u *unit, e state.Event) {
 
 func (c *Core) changed(now time.Time, u *unit, from, to state.Phase) {
 	c.emit(ChangeEffect{Event{
-		At: now, App: u.app, Unit: u.id, Epoch: u.m.Epoch, From: string(from), To: string(to),
-		Reason: u.m.Reason,
+		At: now, App: u.app, Pool: u.poolName(), Unit: u.id, Epoch: u.m.Epoch, From: string(from),
+		To: string(to), Reason: u.m.Reason,
 	}})
 }
 
@@ -196,7 +197,7 @@ func (c *Core) applyEffect(u *unit, f state.Effect) {
 	case state.DoStopOthers:
 		c.stop(u, isEnded, 0)
 	case state.CountRestart:
-		c.emit(RestartEffect{u.app, u.id})
+		c.emit(RestartEffect{u.poolName(), u.id})
 	}
 }
 
@@ -294,8 +295,8 @@ func (c *Core) redeploy(now time.Time, in AppsRedeployed) {
 
 func sortByGroup(us []*unit) {
 	slices.SortFunc(us, func(a, b *unit) int {
-		return cmp.Or(cmp.Compare(a.app, b.app), cmp.Compare(a.group, b.group),
-			slices.Compare(a.ranks, b.ranks), cmp.Compare(a.id, b.id))
+		return cmp.Or(cmp.Compare(a.app, b.app), cmp.Compare(a.pool, b.pool),
+			cmp.Compare(a.group, b.group), slices.Compare(a.ranks, b.ranks), cmp.Compare(a.id, b.id))
 	})
 }
 
@@ -337,7 +338,7 @@ func (c *Core) resumeUnit(now time.Time, rec *state.Unit) {
 }
 
 func (c *Core) addFromRecord(rec *state.Unit) *unit {
-	u := newUnit(rec.ID, rec.App, rec.Group, nil)
+	u := newUnit(&app.Unit{ID: rec.ID, App: rec.App, Pool: rec.Pool, Group: rec.Group})
 	u.record = rec
 	for i := range rec.Ranks {
 		u.ranks = append(u.ranks, rec.Ranks[i].Rank)
@@ -350,7 +351,7 @@ func (c *Core) addFromRecord(rec *state.Unit) *unit {
 func (c *Core) seatOf(rec *state.Unit) seat {
 	s := seat{revision: rec.AppRevision, launch: rec.Launch, ranks: rec.Ranks, blocks: rec.Blocks}
 	if a := c.apps[rec.App]; a != nil {
-		s.spec = a.spec
+		s.spec = a.pool(rec.Pool)
 	}
 	return s
 }
@@ -403,7 +404,7 @@ func (c *Core) delaySuspects(waiting []*unit) []*unit {
 // groupPrefix returns how many units at the head belong to one group.
 func groupPrefix(us []*unit) int {
 	n := 1
-	for n < len(us) && us[n].app == us[0].app && us[n].group == us[0].group {
+	for n < len(us) && us[n].isInGroupOf(us[0]) {
 		n++
 	}
 	return n
@@ -418,7 +419,7 @@ func (c *Core) assignGroup(now time.Time, us []*unit) {
 	a := c.apps[us[0].app]
 	for i, u := range us {
 		m.Grant.Units[i].Attempt = u.beginCommand().attempt
-		u.next = seat{spec: a.spec, revision: a.revision, launch: a.launch[u.id]}
+		u.next = seat{spec: m.App, revision: a.revision, launch: a.launch[u.id]}
 		u.askedAt = c.changes
 	}
 	c.emit(AssignEffect{m})
@@ -426,11 +427,11 @@ func (c *Core) assignGroup(now time.Time, us []*unit) {
 
 // groupRequest is what the RankAssigner must know to place the units.
 func (c *Core) groupRequest(now time.Time, us []*unit) *msg.AssignGroup {
-	a := c.apps[us[0].app]
+	a, pool := c.apps[us[0].app], us[0].pool
 	m := &msg.AssignGroup{
-		App: a.spec, Nodes: c.usable, Avoid: c.avoided.nodesOf(a),
+		App: a.pool(pool), Nodes: c.usable, Avoid: c.avoided.nodesOf(a, pool),
 		Grant: state.GrantGroup{
-			App: a.name, AppRevision: a.revision, Group: us[0].group, At: now.UnixMilli(),
+			App: a.name, Pool: pool, AppRevision: a.revision, Group: us[0].group, At: now.UnixMilli(),
 		},
 	}
 	for _, u := range us {
@@ -464,8 +465,7 @@ func (c *Core) groupAssigned(now time.Time, in GroupAssigned) {
 			u.noRoom = why
 		}
 		for _, other := range c.units {
-			if _, asked := in.NoRoom[other.id]; !asked && other.group == u.group && other.app == u.app &&
-				other.isDue(now, true) {
+			if _, asked := in.NoRoom[other.id]; !asked && other.isInGroupOf(u) && other.isDue(now, true) {
 				u.askedAt, c.noChange = 0, false
 			}
 		}
@@ -493,16 +493,16 @@ func (c *Core) groupAssigned(now time.Time, in GroupAssigned) {
 // requests wait for them.
 const maxWaiting = 4096
 
-// addWaiting adds an application's units without room to what leases tell the ingresses.
-func (c *Core) addWaiting(a *application) {
+// addWaiting adds a pool's units without room to what leases tell the ingresses.
+func (c *Core) addWaiting(a *application, pool *app.Application) {
 	left := maxWaiting
 	for i := range c.waiting {
 		left -= len(c.waiting[i].Units)
 	}
-	w := msg.Waiting{App: a.name, Revision: a.revision}
+	w := msg.Waiting{App: pool.PoolName(), Revision: a.revision}
 	for i := range a.units {
 		u := c.units[a.units[i].ID]
-		if a.deleting || u == nil || !u.isWithoutRoom() || len(w.Units) == left {
+		if a.deleting || u == nil || u.pool != pool.Pool || !u.isWithoutRoom() || len(w.Units) == left {
 			continue
 		}
 		if w.Units == nil {

@@ -2,8 +2,9 @@ package controller
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/client"
@@ -17,20 +18,19 @@ import (
 // ones drain (for the time in grace, else the application's) and are released. Unlike Deploy it does not
 // retry waiting or failed units and touches no other unit. Errors: problem.Conflict if the application has
 // another revision by now, problem.Unplaceable. The caller holds the Turn.
-func (c *Controller) Reshape(ctx context.Context, a *app.Application, revision uint64,
+func (c *Controller) Reshape(ctx context.Context, pools []*app.Application, revision uint64,
 	grace map[string]time.Duration,
 ) (state.Result, error) {
-	s, avoided := c.planningState()
-	if err := checkPlaceable(s, avoided, []*app.Application{a}, false); err != nil {
-		return state.Result{}, err
+	d, err := c.dryRun(pools, false)
+	if err == nil {
+		err = d.noRoom
 	}
-	spec, err := encodeSpec(a)
 	if err != nil {
 		return state.Result{}, err
 	}
+	d.put.Expect = map[string]uint64{pools[0].Name: revision}
 	c.setGrace(grace, true)
-	put := &state.PutApps{Apps: []state.AppSpec{spec}, Expect: map[string]uint64{a.Name: revision}}
-	r, err := c.cfg.Proposer.Propose(ctx, state.Command{PutApps: put})
+	r, err := c.cfg.Proposer.Propose(ctx, state.Command{PutApps: d.put})
 	if err != nil {
 		if isTypedRefusal(err) { // else it may be committed
 			c.setGrace(grace, false)
@@ -72,55 +72,83 @@ type redeployRequest struct {
 	done chan struct{}
 }
 
-// Deploy creates or replaces applications and, with prune, deletes the others. It first computes a placement
-// of all new units and refuses a deploy that does not fit; with partial, groups without room wait for it
-// instead. expect gives the revision that the caller saw per app (0 = none). Failed units of apps that do not
-// change are tried again. Errors: problem.Unplaceable, problem.Conflict.
-func (c *Controller) Deploy(ctx context.Context, apps []*app.Application, expect map[string]uint64, prune,
-	partial bool,
-) (state.Result, error) {
-	if !partial {
-		s, avoided := c.planningState()
-		if err := checkPlaceable(s, avoided, apps, prune); err != nil {
-			return state.Result{}, err
-		}
-	}
-	put := &state.PutApps{Expect: expect, Prune: prune, End: formerNames(c.cfg.Store.State(), apps)}
-	names := make([]string, 0, len(apps))
-	for _, a := range apps {
-		spec, err := encodeSpec(a)
-		if err != nil {
-			return state.Result{}, err
-		}
-		put.Apps = append(put.Apps, spec)
-		names = append(names, a.Name)
-	}
-	before := c.unitEpochs()
-	r, err := c.cfg.Proposer.Propose(ctx, state.Command{PutApps: put})
-	if err != nil {
-		return r, err
-	}
-	return r, c.awaitCore(ctx, names, before)
+// Deployment is what a deploy asks for.
+type Deployment struct {
+	Apps    []*app.Application // with all of their pools
+	Seen    *uint64            // the revision at which the caller has seen the cluster; nil = any
+	Prune   bool               // delete the applications that are not listed
+	Partial bool               // groups without room wait for it
 }
 
-// planningState is the current state for a trial placement, and the nodes that applications avoid.
-func (c *Controller) planningState() (*state.State, avoidances) {
+// Deploy creates or replaces applications and, with Prune, deletes the others. It first computes a placement
+// of all new units and refuses a deploy that does not fit, unless it is Partial. Failed units of apps that do
+// not change are tried again. It returns what the deploy changes. Errors: problem.Unplaceable,
+// problem.Conflict, also if a listed application has changed since it was seen.
+func (c *Controller) Deploy(ctx context.Context, what Deployment) (state.Result, []client.Change, error) {
+	st := c.cfg.Store.State()
+	expect, err := expectedRevisions(st, what.Apps, what.Seen)
+	if err != nil {
+		return state.Result{}, nil, err
+	}
+	d, err := c.dryRun(what.Apps, what.Prune)
+	if err == nil && !what.Partial {
+		err = d.noRoom
+	}
+	if err != nil {
+		return state.Result{}, nil, err
+	}
+	d.put.Expect = expect
+	before := c.unitEpochs()
+	r, err := c.cfg.Proposer.Propose(ctx, state.Command{PutApps: d.put})
+	if err != nil {
+		return r, nil, err
+	}
+	return r, d.changes(), c.awaitCore(ctx, slices.Collect(maps.Keys(d.deployed)), before)
+}
+
+// Plan computes what Deploy would do now: what is created, replaced and deleted, where every rank would be,
+// and why something would not fit, which is no error here. An error means that the deploy would be refused
+// for another reason.
+func (c *Controller) Plan(apps []*app.Application, prune bool) (client.Plan, error) {
+	d, err := c.dryRun(apps, prune)
+	if err != nil {
+		return client.Plan{}, err
+	}
+	return d.plan(), nil
+}
+
+// dryRun computes a deploy on the current state.
+func (c *Controller) dryRun(apps []*app.Application, prune bool) (*dryRun, error) {
 	s := c.cfg.Store.State()
 	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.core.withStoppingAsDraining(s), c.core.avoided.clone()
+	s, avoided := c.core.withStoppingAsDraining(s), c.core.avoided.clone()
+	c.mu.Unlock()
+	return newDryRun(s, avoided, apps, prune)
 }
 
-// encodeSpec is an application as the state stores it. No request is for a prefill pool: it serves no model
-// and has no route.
-func encodeSpec(a *app.Application) (state.AppSpec, error) {
-	spec, err := json.Marshal(a)
-	if err != nil {
-		return state.AppSpec{}, problem.New(problem.Internal, "deploy %s: %w", a.Name, err)
+// expectedRevisions returns the revision of every listed app that a caller at cluster revision seen has seen.
+// An app that changed after that revision is a conflict.
+func expectedRevisions(st *state.State, apps []*app.Application, seen *uint64) (map[string]uint64, error) {
+	if seen == nil {
+		return nil, nil //nolint:nilnil // no expectation
 	}
-	out := state.AppSpec{Name: a.Name, Spec: spec}
-	if a.Pool != app.PoolPrefill {
-		out.Names, out.Route = a.Model.ServedNames(), a.RoutePrefix
+	if *seen > st.Revision {
+		return nil, problem.New(problem.Conflict, "revision %d does not exist yet, the cluster is at %d",
+			*seen, st.Revision).WithHint("plan against this cluster again")
+	}
+	out := map[string]uint64{}
+	for _, a := range apps {
+		now := st.Apps[a.Name]
+		if now == nil {
+			out[a.Name] = 0
+			continue
+		}
+		if now.ChangedAt > *seen {
+			return nil, problem.New(problem.Conflict,
+				"app %s has changed at revision %d, after the %d you saw", a.Name, now.ChangedAt, *seen).
+				WithHint("look at `dpserve status %s`, then deploy again", a.Name)
+		}
+		out[a.Name] = now.Revision
 	}
 	return out, nil
 }
@@ -128,11 +156,11 @@ func encodeSpec(a *app.Application) (state.AppSpec, error) {
 // Delete ends an application with all of its pools: its units drain and stop, then it is forgotten. A second
 // call changes nothing.
 func (c *Controller) Delete(ctx context.Context, name string) (state.Result, error) {
-	cmd, err := deletion(c.cfg.Store.State(), name)
-	if err != nil {
-		return state.Result{}, err
+	if a, pool := c.cfg.Store.State().Pool(name); pool != nil && pool.Pool != "" {
+		return state.Result{}, problem.New(problem.Conflict, "%s is a pool of %s, and ends with it", name,
+			a.Name).WithHint("end both pools with `dpserve delete %s`", a.Name)
 	}
-	return c.commit(ctx, cmd)
+	return c.commit(ctx, state.Command{DeleteApp: &state.DeleteApp{Name: name}})
 }
 
 // commit proposes a command and waits until Status shows its effect.
@@ -202,12 +230,4 @@ func (c *Controller) Remove(ctx context.Context, node string) error {
 	remove := &state.RemoveNode{Node: node, Now: c.cfg.Clock().UnixMilli()}
 	_, err := c.commit(ctx, state.Command{RemoveNode: remove})
 	return err
-}
-
-// Plan computes what Deploy would do now: what is created, replaced and deleted, where every rank would be,
-// and why something would not fit, which is no error here. An error means that the deploy would be refused
-// for another reason.
-func (c *Controller) Plan(apps []*app.Application, prune bool) (client.Plan, error) {
-	s, avoided := c.planningState()
-	return planOf(s, avoided, apps, prune)
 }

@@ -87,17 +87,17 @@ type (
 	}
 	// ChangeEffect is a change for the ring, the log and the metrics.
 	ChangeEffect struct{ Event }
-	// RanksEffect reports how many ranks of an application are ready and wanted, first and after each change.
+	// RanksEffect reports how many ranks of a pool are ready and wanted, first and after each change.
 	RanksEffect struct {
-		App            string
+		Pool           string // app.Application.PoolName
 		Ready, Desired int
 	}
-	// ForgetAppEffect reports that an application is gone.
-	ForgetAppEffect struct{ App string }
+	// ForgetRanksEffect reports that a pool is gone.
+	ForgetRanksEffect struct{ Pool string }
 	// RestartEffect counts a start of a unit after its first one.
-	RestartEffect struct{ App, Unit string }
+	RestartEffect struct{ Pool, Unit string }
 	// ForgetEffect reports that nothing is left of a unit.
-	ForgetEffect struct{ App, Unit string }
+	ForgetEffect struct{ Pool, Unit string }
 )
 
 // Event is one change of a unit or, with Unit empty, of an application.
@@ -105,6 +105,7 @@ type Event struct {
 	Seq    uint64    `json:"seq"` // from 1, without gaps
 	At     time.Time `json:"at"`
 	App    string    `json:"app"`
+	Pool   string    `json:"pool,omitempty"` // the name of the unit's pool
 	Unit   string    `json:"unit,omitempty"`
 	Epoch  uint64    `json:"epoch,omitempty"`
 	From   string    `json:"from,omitempty"`

@@ -136,7 +136,7 @@ func TestNewLeaderFindsNothingWhereANodeIsSilent(t *testing.T) {
 // The units wait for the first node, which has none of them.
 func TestDataDirFromBeforeNodesHadRecords(t *testing.T) {
 	c := newFleet(t)
-	spec, err := encodeSpec(sim("chat", 1, app.Independent))
+	spec, err := encodeSpec([]*app.Application{sim("chat", 1, app.Independent)})
 	require.NoError(t, err)
 	h, err := launchHash(sim("chat", 1, app.Independent), &app.Unit{Ranks: []int{0}})
 	require.NoError(t, err)

@@ -2,6 +2,7 @@ package controller
 
 import (
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
@@ -153,10 +154,10 @@ func TestPlanOfAFirstDeploy(t *testing.T) {
 	assert.True(t, p.Fits)
 	assert.True(t, p.Changes)
 	assert.Zero(t, p.Revision)
-	assert.Equal(t, "create", p.Apps[0].Action)
+	assert.Equal(t, client.EffectCreate, p.Apps[0].Effect)
 	require.Len(t, p.Apps[0].Units, 1)
 	u := p.Apps[0].Units[0]
-	assert.Equal(t, "create", u.Action)
+	assert.Equal(t, client.EffectCreate, u.Effect)
 	require.Len(t, u.Seats, 12)
 	assert.Equal(t, client.SeatPlan{Rank: 11, Node: "b"}, u.Seats[11])
 	need := map[string]int{}
@@ -179,7 +180,7 @@ func TestPlanOfAChange(t *testing.T) {
 	p := c.plan(false, sim("chat", 3, app.Independent))
 	assert.False(t, p.Changes)
 	assert.Equal(t, uint64(1), p.Revision)
-	assert.Equal(t, "unchanged", p.Apps[0].Units[2].Action)
+	assert.Equal(t, client.EffectUnchanged, p.Apps[0].Units[2].Effect)
 	assert.Equal(t, []client.SeatPlan{{Rank: 2, Node: "a"}}, p.Apps[0].Units[2].Seats)
 	assert.Equal(t, 3, p.Nodes[0].SlotsFree)
 	assert.Zero(t, p.Nodes[0].SlotsNeed)
@@ -188,15 +189,15 @@ func TestPlanOfAChange(t *testing.T) {
 	next.Model.Source = "m2"
 	p = c.plan(true, next)
 	require.Len(t, p.Apps, 2)
-	assert.Equal(t, "replace", p.Apps[0].Action)
 	assert.Equal(t, client.EffectRestart, p.Apps[0].Effect)
-	assert.Contains(t, p.Apps[0].Fields, "model.source")
+	assert.True(t, slices.ContainsFunc(p.Apps[0].Diffs,
+		func(d client.FieldDiff) bool { return d.Path == "model.source" }))
 	var did []string
 	for _, u := range p.Apps[0].Units {
-		did = append(did, u.Unit+" "+u.Action)
+		did = append(did, u.Unit+" "+string(u.Effect))
 	}
-	assert.Equal(t, []string{"chat/0/0 replace", "chat/0/1 replace", "chat/0/2 delete"}, did)
-	assert.Equal(t, "delete", p.Apps[1].Action)
+	assert.Equal(t, []string{"chat/0/0 restart", "chat/0/1 restart", "chat/0/2 delete"}, did)
+	assert.Equal(t, client.EffectDelete, p.Apps[1].Effect)
 	assert.Equal(t, "old", p.Apps[1].App)
 	require.Len(t, p.Apps[1].Units, 2)
 	assert.Zero(t, p.Nodes[0].SlotsNeed, "they get what they give")
@@ -216,9 +217,9 @@ func TestPlanSaysWhyItDoesNotFit(t *testing.T) {
 	assert.Regexp(t, `^moving one/0/(0 from a to b|1 from b to a) would make room$`, u.Hint)
 	assert.Empty(t, u.Seats)
 
-	err := checkPlaceable(c.state, nil, []*app.Application{groups("gang", 1, 4)}, false)
-	require.Error(t, err)
-	assert.Contains(t, rankassigner.Explain(err), "3 of 4")
+	d, err := newDryRun(c.state, nil, []*app.Application{groups("gang", 1, 4)}, false)
+	require.NoError(t, err)
+	assert.Contains(t, rankassigner.Explain(d.noRoom), "3 of 4")
 }
 
 func TestPlanShowsNodesThatAreLeftOut(t *testing.T) {

@@ -3,6 +3,7 @@ package controller
 import (
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -20,7 +21,7 @@ func pools(prefill, decode int) []*app.Application {
 		name  string
 		ranks int
 	}{{app.PoolPrefill, prefill}, {app.PoolDecode, decode}} {
-		a := sim("pd."+p.name, p.ranks, app.Independent)
+		a := sim("pd", p.ranks, app.Independent)
 		a.Pool, a.Model.ID = p.name, "m"
 		a.Routing.Policy = "random"
 		a.Disaggregation = &app.Disaggregation{
@@ -35,7 +36,7 @@ func pools(prefill, decode int) []*app.Application {
 func (r *rig) put(t *testing.T, prune bool, apps ...*app.Application) (state.Result, []client.Change) {
 	t.Helper()
 	seen := r.store.State().Revision
-	res, changes, err := DeployChanges(t.Context(), r.Controller, apps, &seen, prune, false)
+	res, changes, err := r.Deploy(t.Context(), Deployment{Apps: apps, Seen: &seen, Prune: prune})
 	require.NoError(t, err)
 	synctest.Wait()
 	return res, changes
@@ -44,7 +45,7 @@ func (r *rig) put(t *testing.T, prune bool, apps ...*app.Application) (state.Res
 // shown is the only status that users see.
 func (r *rig) shown(t *testing.T) client.AppStatus {
 	t.Helper()
-	all := FoldStatuses(r.Status())
+	all := r.Status()
 	require.Len(t, all, 1)
 	return all[0]
 }
@@ -62,13 +63,9 @@ func TestPoolsAreDeployedShownAndDeletedAsOne(t *testing.T) {
 		assert.Equal(t, map[string]uint64{"pd": 1}, res.Apps)
 		require.Len(t, changes, 1)
 		assert.Equal(t, client.Change{
-			App: "pd", Action: client.ActionCreate,
-			Impact: client.Impact{Effect: client.EffectCreate, RanksAfter: 5},
+			App: "pd", Impact: client.Impact{Effect: client.EffectCreate, RanksAfter: 5},
 		}, changes[0])
-		stored := r.store.State().Apps
-		assert.Empty(t, stored["pd.prefill"].Names, "no request is for it")
-		assert.Empty(t, stored["pd.prefill"].Route)
-		assert.Equal(t, []string{"m"}, stored["pd.decode"].Names)
+		assert.Equal(t, []string{"m"}, r.store.State().Apps["pd"].Names)
 
 		s := r.shown(t)
 		assert.Equal(t, []string{
@@ -122,10 +119,14 @@ func TestAChangeOfOnePool(t *testing.T) {
 		assert.Equal(t, changes[0].Impact, plan.Apps[0].Impact)
 		assert.Equal(t, client.EffectRestart, changes[0].Effect)
 		assert.Equal(t, []string{"prefill.engine.args.seed"}, changes[0].Reasons)
+		var paths []string
+		for _, d := range changes[0].Diffs {
+			paths = append(paths, d.Path)
+		}
 		assert.Equal(t, []string{
 			"prefill.data_parallel.dp_size", "prefill.engine.args.seed", "prefill.num_replicas",
 			"retries.attempts",
-		}, changes[0].Fields)
+		}, paths)
 		assert.Equal(t, []int{5, 6}, []int{changes[0].RanksBefore, changes[0].RanksAfter})
 		assert.Equal(t, map[string]uint64{"pd": 2}, res.Apps)
 		s := r.shown(t)
@@ -137,7 +138,7 @@ func TestAChangeOfOnePool(t *testing.T) {
 			assert.Equal(t, epoch, r.store.State().Epochs[id], id)
 		}
 
-		_, _, err = DeployChanges(t.Context(), r.Controller, pools(2, 2), &seen, false, false)
+		_, _, err = r.Deploy(t.Context(), Deployment{Apps: pools(2, 2), Seen: &seen})
 		require.ErrorContains(t, err, "app pd has changed at revision")
 		assert.Equal(t, problem.Conflict, problem.CodeOf(err))
 	})
@@ -167,7 +168,6 @@ func TestAnApplicationTurnsIntoTwoPoolsAndBack(t *testing.T) {
 		assert.Equal(t, "RUNNING", s.Status)
 		assert.Equal(t, 6, s.Ready)
 		assert.Len(t, s.Units, 6)
-		assert.Nil(t, r.store.State().Apps["pd"])
 
 		res, changes = r.put(t, false, one)
 		require.Len(t, changes, 1)
@@ -201,80 +201,37 @@ func TestPoolsBesideAndApart(t *testing.T) {
 	}
 	c.deploy(apps...)
 	c.renew("a")
-	s := FoldStatuses(view{c.core}.Status())[0]
+	s := view{c.core}.Status()[0]
 	assert.Equal(t, "DEPLOYING", s.Status)
 	assert.Contains(t, s.Message, "pd.prefill/0/0 is pending: place pd.prefill/0: 0 of 1 rank can be placed")
 	assert.Contains(t, s.Message, "node a: has ranks of pd.decode, which are kept apart")
 	fresh := newFleet(t, newHost("a", 8))
-	err := checkPlaceable(fresh.state, nil, apps, false)
-	assert.Equal(t, problem.Unplaceable, problem.CodeOf(err))
-	require.ErrorContains(t, err, "place pd.prefill/0")
+	d, err := newDryRun(fresh.state, nil, apps, false)
+	require.NoError(t, err)
+	assert.Equal(t, problem.Unplaceable, problem.CodeOf(d.noRoom))
+	require.ErrorContains(t, d.noRoom, "place pd.prefill/0")
 }
 
-func TestFoldedImpacts(t *testing.T) {
-	both := client.FieldDiff{Path: "engine.args.seed", Old: "1", New: "2"}
-	prefill := client.Impact{
-		Effect: client.EffectRestart, Reasons: []string{"engine.args.seed", "KV events go on", "x"},
-		Diffs: []client.FieldDiff{both, {Path: "num_replicas", Old: "2", New: "3"}, {Path: "x"}},
+// One pool that is not well is the application's state, and does not change what is said of the other one.
+func TestStatusOfPools(t *testing.T) {
+	c := newFleet(t, newHost("a", 8))
+	apps := pools(1, 2)
+	c.deploy(apps...)
+	c.run(4 * time.Second)
+	shown := func(unreachable map[string]string) []string {
+		s := view{c.core}.StatusWithout(unreachable)[0]
+		return []string{s.Status, s.Pools[0].Status, s.Pools[1].Status}
 	}
-	decode := client.Impact{
-		Effect: client.EffectScale, Reasons: []string{"engine.args.seed"},
-		Diffs: []client.FieldDiff{both, {Path: "num_replicas", Old: "4", New: "5"}},
-	}
-	var f impactFold
-	f.add("pd.prefill", &prefill)
-	f.add("pd.decode", &decode)
-	assert.Equal(t, client.Impact{
-		Effect:  client.EffectRestart,
-		Reasons: []string{"engine.args.seed", "prefill: KV events go on", "prefill.x"},
-		Diffs: []client.FieldDiff{
-			{Path: "decode.num_replicas", Old: "4", New: "5"},
-			both,
-			{Path: "prefill.num_replicas", Old: "2", New: "3"},
-			{Path: "prefill.x"},
-		},
-	}, f.impact())
-	for want, pair := range map[client.Effect][2]client.Effect{
-		client.EffectUnchanged: {client.EffectUnchanged, client.EffectUnchanged},
-		client.EffectUpdate:    {client.EffectUpdate, client.EffectUnchanged},
-		client.EffectScale:     {client.EffectUnchanged, client.EffectScale},
-		client.EffectRestart:   {client.EffectScale, client.EffectRestart},
-		client.EffectDelete:    {client.EffectDelete, client.EffectDelete},
-		client.EffectCreate:    {client.EffectCreate, client.EffectCreate},
-	} {
-		assert.Equal(t, want, strongest(pair[0], pair[1]))
-		assert.Equal(t, want, strongest(pair[1], pair[0]))
-	}
-	assert.Equal(t, client.EffectScale, strongest(client.EffectCreate, client.EffectUnchanged))
-}
-
-// One pool that is not well is the application's state.
-func TestFoldedStatus(t *testing.T) {
-	part := func(name, status string) client.AppStatus {
-		return client.AppStatus{Name: name, Status: status, Message: status, Revision: 3, Desired: 2}
-	}
-	for _, c := range []struct {
-		parts []string // status of pd.prefill, pd.decode, and pd if there is one
-		want  string
-		ranks int
-	}{
-		{[]string{"RUNNING", "RUNNING"}, "RUNNING", 4},
-		{[]string{"DEPLOYING", "RUNNING"}, "DEPLOYING", 4},
-		{[]string{"RUNNING", "UNHEALTHY"}, "UNHEALTHY", 4},
-		{[]string{"DEPLOY_FAILED", "UNHEALTHY"}, "DEPLOY_FAILED", 4},
-		{[]string{"DELETING", "DELETING"}, "DELETING", 4},
-		{[]string{"RUNNING", "RUNNING", "DELETING"}, "RUNNING", 4},
-		{[]string{"DELETING", "DELETING", "DEPLOYING"}, "DEPLOYING", 2},
-	} {
-		all := []client.AppStatus{part("other", "RUNNING")}
-		for i, s := range c.parts {
-			all = append(all, part([]string{"pd.prefill", "pd.decode", "pd"}[i], s))
-		}
-		folded := FoldStatuses(all)
-		require.Len(t, folded, 2)
-		assert.Equal(t, "pd", folded[1].Name)
-		assert.Equal(t, c.want, folded[1].Status, c.parts)
-		assert.Equal(t, c.ranks, folded[1].Desired, c.parts)
-		assert.Equal(t, all[0], folded[0])
-	}
+	assert.Equal(t, []string{"RUNNING", "RUNNING", "RUNNING"}, shown(nil))
+	assert.Equal(t, []string{"UNHEALTHY", "UNHEALTHY", "UNHEALTHY"}, shown(map[string]string{"a": "silent"}))
+	c.hosts["a"].crash("pd.decode/0/1")
+	c.renew("a")
+	assert.Equal(t, []string{"UNHEALTHY", "RUNNING", "UNHEALTHY"}, shown(nil))
+	s := view{c.core}.Status()[0]
+	decode, _ := s.OfPool("pd.decode")
+	assert.Equal(t, []int{1, 2, 2}, []int{decode.Ready, decode.Desired, len(decode.Units)})
+	assert.Contains(t, decode.Message, "pd.decode/0/1 is")
+	prefill, ok := s.OfPool("pd.prefill")
+	assert.True(t, ok)
+	assert.Empty(t, prefill.Message)
 }

@@ -27,7 +27,7 @@ func attachedTo(urls ...string) *app.Application {
 
 // reshape commits another list of ranks as Reshape does, without retrying failed units.
 func (w *world) reshape(a *app.Application) {
-	spec, err := encodeSpec(a)
+	spec, err := encodeSpec([]*app.Application{a})
 	require.NoError(w.t, err)
 	_, err = w.apply(state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{spec}}})
 	require.NoError(w.t, err)
@@ -92,7 +92,7 @@ func TestRankChangesSurviveARestart(t *testing.T) {
 	assert.Equal(t, 2, s.DPSize)
 	assert.Equal(t, 2, s.Desired)
 	assert.Equal(t, 2, s.Ready)
-	assert.Equal(t, "http://c", w.core.apps["ext"].spec.Engine.Rank(0, 2).URL)
+	assert.Equal(t, "http://c", w.core.apps["ext"].spec().Engine.Rank(0, 2).URL)
 }
 
 // The hash of a rank does not depend on the other ranks.

@@ -103,7 +103,7 @@ func TestRenewThroughTheActor(t *testing.T) {
 		l, err := r.workers["a"].renew(r.Controller)
 		require.NoError(t, err)
 		assert.Equal(t, msg.Lease{TTL: 10 * time.Second, Leader: "a", Index: 2}, l)
-		_, err = r.Deploy(t.Context(), []*app.Application{sim("moe", 8, app.Lockstep)}, nil, false, false)
+		_, _, err = r.Deploy(t.Context(), Deployment{Apps: []*app.Application{sim("moe", 8, app.Lockstep)}})
 		require.NoError(t, err)
 		synctest.Wait()
 		r.renewAll(2)
@@ -126,8 +126,8 @@ func TestRenewThroughTheActor(t *testing.T) {
 
 func TestNodesAreLostDrainedAndRemovedThroughTheActor(t *testing.T) {
 	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
-		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 2, app.Independent)}, nil, false,
-			false)
+		what := Deployment{Apps: []*app.Application{sim("chat", 2, app.Independent)}}
+		_, _, err := r.Deploy(t.Context(), what)
 		require.NoError(t, err)
 		synctest.Wait()
 		r.renewAll(2)
@@ -197,7 +197,8 @@ func TestRenewWaitsForALeaderThatHasJustBegun(t *testing.T) {
 func TestLeadersFollowEachOtherInOneProcess(t *testing.T) {
 	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
 		r.cfg.Metrics = &counter{phases: map[string]state.Phase{}}
-		_, err := r.Deploy(t.Context(), []*app.Application{sim("moe", 8, app.Lockstep)}, nil, false, false)
+		what := Deployment{Apps: []*app.Application{sim("moe", 8, app.Lockstep)}}
+		_, _, err := r.Deploy(t.Context(), what)
 		require.NoError(t, err)
 		synctest.Wait()
 		r.renewAll(2)
@@ -229,12 +230,12 @@ func TestLeadersFollowEachOtherInOneProcess(t *testing.T) {
 func TestPartialDeployStartsWhatFits(t *testing.T) {
 	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
 		apps := []*app.Application{groups("moe", 3, 4)}
-		_, err := r.Deploy(t.Context(), apps, nil, false, false)
+		_, _, err := r.Deploy(t.Context(), Deployment{Apps: apps})
 		assert.Equal(t, problem.Unplaceable, problem.CodeOf(err))
 		p, err := r.Plan(apps, false)
 		require.NoError(t, err)
 		assert.False(t, p.Fits)
-		_, err = r.Deploy(t.Context(), apps, nil, false, true)
+		_, _, err = r.Deploy(t.Context(), Deployment{Apps: apps, Partial: true})
 		require.NoError(t, err)
 		synctest.Wait()
 		r.renewAll(2)
@@ -246,8 +247,8 @@ func TestPartialDeployStartsWhatFits(t *testing.T) {
 // The orders waited behind a node that did not answer.
 func TestOrdersForAnOldGrantAreNotSent(t *testing.T) {
 	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
-		_, err := r.Deploy(t.Context(), []*app.Application{sim("chat", 1, app.Independent)}, nil, false,
-			false)
+		what := Deployment{Apps: []*app.Application{sim("chat", 1, app.Independent)}}
+		_, _, err := r.Deploy(t.Context(), what)
 		require.NoError(t, err)
 		synctest.Wait()
 		before := len(r.workers["a"].events) + len(r.workers["b"].events)

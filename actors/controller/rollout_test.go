@@ -1,7 +1,6 @@
 package controller
 
 import (
-	"encoding/json"
 	"testing"
 	"time"
 
@@ -119,12 +118,9 @@ func TestResizeOfAGroupInBackoff(t *testing.T) {
 		w.up("gang/0")
 		w.says("a", "gang/0", msg.UnitGone, because("crash"))
 		require.Equal(t, state.Backoff, w.phase("gang/0"))
-		spec, err := json.Marshal(sim("gang", size, app.Lockstep))
+		spec, err := encodeSpec([]*app.Application{sim("gang", size, app.Lockstep)})
 		require.NoError(t, err)
-		_, err = w.apply(state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{
-			Name: "gang",
-			Spec: spec, Names: []string{"gang"}, Route: "/",
-		}}}})
+		_, err = w.apply(state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{spec}}})
 		require.NoError(t, err)
 		w.inbox = nil // the deploy is faster than the store's watch and brings the state along
 		w.step(AppsRedeployed{Apps: []string{"gang"}, State: w.state.Clone()})

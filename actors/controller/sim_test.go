@@ -14,6 +14,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/rankassigner"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -205,15 +206,24 @@ func (w *world) apply(c state.Command) (state.Result, error) {
 func (w *world) deploy(apps ...*app.Application) {
 	put := &state.PutApps{}
 	var names []string
-	for _, a := range apps {
-		spec, err := encodeSpec(a)
+	for _, pools := range app.ByName(apps) {
+		spec, err := encodeSpec(pools)
 		require.NoError(w.t, err)
 		put.Apps = append(put.Apps, spec)
-		names = append(names, a.Name)
+		names = append(names, spec.Name)
 	}
 	_, err := w.apply(state.Command{PutApps: put})
 	require.NoError(w.t, err)
 	w.step(AppsRedeployed{Apps: names})
+}
+
+// planOf returns the plan of a deploy on a state.
+func planOf(s *state.State, avoided avoidances, apps []*app.Application, prune bool) (client.Plan, error) {
+	d, err := newDryRun(s, avoided, apps, prune)
+	if err != nil {
+		return client.Plan{}, err
+	}
+	return d.plan(), nil
 }
 
 func (w *world) delete(name string) {

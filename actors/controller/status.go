@@ -5,10 +5,10 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"strconv"
 	"time"
 
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/share"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -29,30 +29,58 @@ func (c view) StatusWithout(unreachable map[string]string) []client.AppStatus {
 }
 
 func (c view) appStatus(a *application, unreachable map[string]string) client.AppStatus {
-	s := client.AppStatus{Name: a.name, Status: string(c.deriveStatus(a)), Revision: a.revision}
-	if spec := a.spec; spec != nil {
+	s := client.AppStatus{
+		Name: a.name, Status: string(c.deriveStatus(a, a.units)), Revision: a.revision,
+		Pools: c.poolStatuses(a),
+	}
+	if spec := a.spec(); spec != nil {
 		s.Model, s.Kind, s.Coupling, s.Policy = spec.Model.ID, string(spec.Engine.Kind),
 			string(spec.DataParallel.Coupling), spec.Routing.Policy
-		s.DPSize, s.Groups, s.Desired = spec.DataParallel.DPSize, spec.NumGroups, spec.NumReplicas
-		s.MaxQueued = spec.MaxQueuedRequests
+		s.DPSize, s.MaxQueued = spec.DataParallel.DPSize, spec.MaxQueuedRequests
 	}
 	var missing []string // messages of ready units that are unreachable
 	for _, id := range c.statusUnits(a) {
 		us := c.unitStatus(a, id)
 		ready := us.Phase == string(state.Ready) && a.isWanted(id)
-		switch hidden := markUnreachable(&us, unreachable); {
-		case ready && hidden:
-			missing = append(missing, id+" "+state.Phase(us.Phase).Describe()+": "+us.Reason)
-		case ready:
-			s.Ready += len(us.Ranks)
-		}
+		hidden := markUnreachable(&us, unreachable)
 		s.Units = append(s.Units, us)
+		if !ready {
+			continue
+		}
+		pool := &s.Pools[a.poolAt(us.Pool)]
+		if !hidden {
+			pool.Ready += len(us.Ranks)
+			continue
+		}
+		missing = append(missing, id+" "+state.Phase(us.Phase).Describe()+": "+us.Reason)
+		for _, status := range []*string{&s.Status, &pool.Status} {
+			if *status == string(state.Running) {
+				*status = string(state.Unhealthy)
+			}
+		}
 	}
-	if len(missing) > 0 && s.Status == string(state.Running) {
-		s.Status = string(state.Unhealthy)
+	for i := range s.Pools {
+		p := &s.Pools[i]
+		s.Groups, s.Desired, s.Ready = s.Groups+p.Groups, s.Desired+p.Desired, s.Ready+p.Ready
+	}
+	if len(s.Pools) == 1 { // it has no name of its own
+		s.Pools = nil
 	}
 	s.Message = joinMessage(slices.Concat(missing, c.messageLines(a), c.avoidedLines(a)))
 	return s
+}
+
+func (c view) poolStatuses(a *application) []client.PoolStatus {
+	out := make([]client.PoolStatus, len(a.pools))
+	for i, p := range a.pools {
+		units := slices.DeleteFunc(slices.Clone(a.units), func(u app.Unit) bool { return u.Pool != p.Pool })
+		out[i] = client.PoolStatus{
+			Pool: p.Pool, Name: p.PoolName(), Status: string(c.deriveStatus(a, units)),
+			Policy: p.Routing.Policy, Coupling: string(p.DataParallel.Coupling),
+			DPSize: p.DataParallel.DPSize, Groups: p.NumGroups, Desired: p.NumReplicas,
+		}
+	}
+	return out
 }
 
 // avoidedLines says which nodes an application avoids.
@@ -108,7 +136,7 @@ func (c view) unitStatus(a *application, id string) client.UnitStatus {
 		phase = state.Pending
 	}
 	s := client.UnitStatus{
-		Unit: id, Group: u.group, Phase: string(phase), Epoch: u.m.Epoch, Attempt: u.m.Attempt,
+		Unit: id, Pool: u.pool, Group: u.group, Phase: string(phase), Epoch: u.m.Epoch, Attempt: u.m.Attempt,
 		Since: u.m.Since, Reason: u.phaseReason(), LogTail: u.m.LogTail,
 	}
 	if phase == state.Backoff || phase == state.Failed {
@@ -126,8 +154,7 @@ func waitingUnit(a *application, id string) client.UnitStatus {
 	s := client.UnitStatus{Unit: id, Phase: string(state.Pending)}
 	for i := range a.units {
 		if w := &a.units[i]; w.ID == id {
-			u := newUnit(id, w.App, w.Group, w.Ranks)
-			s.Group, s.Ranks = w.Group, u.rankStatus(state.Pending)
+			s.Pool, s.Group, s.Ranks = w.Pool, w.Group, newUnit(w).rankStatus(state.Pending)
 		}
 	}
 	return s
@@ -235,7 +262,7 @@ func (c view) addLoad(s *client.NodeStatus) {
 		if !rec.Holds() || !rec.IsOn(s.Node) {
 			continue
 		}
-		if g := rec.App + "/" + strconv.Itoa(rec.Group); !slices.Contains(s.Groups, g) {
+		if g := groupName(rec.PoolName(), rec.Group); !slices.Contains(s.Groups, g) {
 			s.Groups = append(s.Groups, g)
 		}
 		for i := range rec.Ranks {
@@ -243,7 +270,7 @@ func (c view) addLoad(s *client.NodeStatus) {
 				s.Ranks++
 				s.SlotsUsed += slotsOf(r)
 				parts += r.DeviceParts()
-				shared.add(rec.App, rec.Group, r)
+				shared.add(rec.PoolName(), rec.Group, r)
 			}
 		}
 	}
@@ -264,7 +291,7 @@ type sharedDevice struct {
 }
 
 // add adds a rank. It has no effect on one that has whole devices, or none.
-func (s sharedDevices) add(app string, group int, r *state.RankGrant) {
+func (s sharedDevices) add(pool string, group int, r *state.RankGrant) {
 	if r.Share == 0 {
 		return
 	}
@@ -274,7 +301,7 @@ func (s sharedDevices) add(app string, group int, r *state.RankGrant) {
 			s[at] = &sharedDevice{}
 		}
 		s[at].parts += r.Share
-		s[at].ranks = append(s[at].ranks, fmt.Sprintf("%s/%d/%d", app, group, r.Rank))
+		s[at].ranks = append(s[at].ranks, fmt.Sprintf("%s/%d/%d", pool, group, r.Rank))
 	}
 }
 

@@ -236,7 +236,7 @@ func TestUnitThatWaitsForItsTurnIsOnItsWay(t *testing.T) {
 	assert.Equal(t, "waits until chat/0/0 has started: their nodes ended while they were starting",
 		view{c.core}.Status()[1].Units[0].Reason)
 	assert.Empty(t, c.waitingAt(t, "a"))
-	assert.Equal(t, "other/0/0", c.core.findUnready(c.core.apps["other"], nil, false), "a roll-out waits")
+	assert.Equal(t, "other/0/0", c.core.findUnready(c.core.apps["other"], &unit{}, false), "a roll-out waits")
 	a.up("chat/0/0")
 	c.renew("a")
 	assert.Equal(t, state.Starting, c.phase("other/0/0"))
@@ -263,13 +263,14 @@ func TestUnitsWithoutRoomInALeaseAreBounded(t *testing.T) {
 	c := NewCore(Timers{})
 	c.state = state.New()
 	for _, name := range []string{"one", "two"} {
-		a := &application{name: name, units: sim(name, maxWaiting*2/3, app.Independent).Units()}
+		pool := sim(name, maxWaiting*2/3, app.Independent)
+		a := &application{name: name, units: pool.Units()}
 		for i := range a.units {
-			u := newUnit(a.units[i].ID, name, 0, nil)
+			u := newUnit(&a.units[i])
 			u.m.Phase, u.noRoom = state.Pending, "no room; node a: full"
 			c.addUnit(u)
 		}
-		c.addWaiting(a)
+		c.addWaiting(a, pool)
 	}
 	require.Len(t, c.waiting, 2)
 	assert.Equal(t, maxWaiting, len(c.waiting[0].Units)+len(c.waiting[1].Units))

@@ -20,17 +20,23 @@ type pendingCommand struct {
 
 // seat is the content of a unit's grant, and what the unit is started with.
 type seat struct {
-	spec     *app.Application // nil if the application is gone: nothing is started
+	spec     *app.Application // nil if the pool is gone: nothing is started
 	revision uint64
 	launch   string
 	ranks    []state.RankGrant
 	blocks   []state.Block
 }
 
+// poolID identifies a pool of an application.
+type poolID struct{ app, pool string }
+
+// poolName names the pool, as app.Application.PoolName.
+func (p poolID) poolName() string { return app.PoolName(p.app, p.pool) }
+
 // unit is the core's knowledge of one unit: its state machine, its grant, and its commands.
 type unit struct {
-	id    string
-	app   string
+	id string
+	poolID
 	group int
 	ranks []int // rank numbers
 	m     state.Machine
@@ -54,9 +60,14 @@ type unit struct {
 	stayReason string           // why it is still on a draining node
 }
 
-func newUnit(id, app string, group int, ranks []int) *unit {
-	return &unit{id: id, app: app, group: group, ranks: ranks, parts: map[string]*part{}}
+func newUnit(u *app.Unit) *unit {
+	return &unit{
+		id: u.ID, poolID: poolID{u.App, u.Pool}, group: u.Group, ranks: u.Ranks, parts: map[string]*part{},
+	}
 }
+
+// isInGroupOf reports whether two units are of one group.
+func (u *unit) isInGroupOf(o *unit) bool { return u.poolID == o.poolID && u.group == o.group }
 
 // applyGrant takes the seat of a grant. The state of its parts is unknown at first.
 func (u *unit) applyGrant(s seat) {

@@ -70,14 +70,14 @@ func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
 	ctx, cancel := context.WithCancel(context.Background())
 	s := &Server{
 		node: f, timers: f.Timers.withDefaults(),
-		log: f.Log.With(slog.String("app", spec.App.Name), slog.String("unit", spec.Unit),
+		log: f.Log.With(slog.String("app", spec.App.PoolName()), slog.String("unit", spec.Unit),
 			slog.Int("rank", spec.Rank), slog.Uint64("epoch", spec.Epoch)),
 		spec: spec, engine: f.NewEngine(&spec), id: routing.ID(spec.Group, spec.Rank), hasher: f.hasher(),
 		createdAt: time.Now(), ctx: ctx, cancel: cancel, drained: make(chan struct{}),
 		state: actorState{subscriptionID: firstSubscription, eventSource: spec.Events},
 	}
 	s.orphans.post = func(m any) { s.box.Send(m) }
-	s.stream.identity = msg.Record{App: spec.App.Name, Unit: spec.Unit, Rank: s.id, Epoch: spec.Epoch}
+	s.stream.identity = msg.Record{App: spec.App.PoolName(), Unit: spec.Unit, Rank: s.id, Epoch: spec.Epoch}
 	var err error
 	s.box, err = inbox.Spawn(f.System, s.name(), mailboxBound, func() inbox.Receiver { return newReplica(s) })
 	if err != nil {
@@ -231,7 +231,7 @@ type actorState struct {
 
 // name is the actor's name. It contains the epoch, because a predecessor may still be stopping.
 func (s *Server) name() string {
-	return fmt.Sprintf("dpserver/%s/%s/%d", s.spec.App.Name, s.id, s.spec.Epoch)
+	return fmt.Sprintf("dpserver/%s/%s/%d", s.spec.App.PoolName(), s.id, s.spec.Epoch)
 }
 
 // Mailbox is where ingresses post to.
@@ -326,7 +326,7 @@ func (s *Server) sendAfter(d time.Duration, m any) *time.Timer {
 // the file that it was started with.
 func (s *Server) currentApplication() *app.Application {
 	if s.node.App != nil {
-		if a := s.node.App(s.spec.App.Name); a != nil {
+		if a := s.node.App(s.spec.App.PoolName()); a != nil {
 			return a
 		}
 	}
@@ -350,8 +350,8 @@ var errNotGranted = errors.New("the rank is not granted to this replica")
 // Assign asks the RankAssigner for the rank of this replica and compares it with the grant that the node was
 // started with. It is idempotent.
 func (s *Server) Assign(ctx context.Context) error {
-	r, err := s.node.Assigner.Assign(ctx, s.spec.App.Name, s.spec.Group,
-		msg.ReplicaID(s.spec.App.Name, s.spec.Group, s.spec.Rank))
+	r, err := s.node.Assigner.Assign(ctx, s.spec.App.PoolName(), s.spec.Group,
+		msg.ReplicaID(s.spec.App.PoolName(), s.spec.Group, s.spec.Rank))
 	if err != nil {
 		return fmt.Errorf("assign rank %s: %w", s.id, err)
 	}

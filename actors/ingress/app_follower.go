@@ -48,71 +48,84 @@ func (f *appFollower) rebuild(st *state.State) (fresh bool) {
 	t := newRouteTable()
 	f.in.setSecret(st.Secret)
 	waiting, _ := f.in.unplaced.current()
-	var routes []*appRoute
-	var decodes []*appRouter
+	before, current := f.in.table.Load().pairs, map[*appRouter]bool{}
 	for name, a := range st.Apps {
-		ar := f.in.ensureAppRouter(name)
-		spec, isNew, err := f.applyRevision(ar, a)
-		if err != nil {
-			spec = f.keepOldRevision(ar, a, err)
-		}
-		if spec == nil {
-			continue
-		}
+		pools, isNew := f.applyPools(a)
 		fresh = fresh || isNew
-		ar.setUnits(unitProgress(st, spec.app, a.Deleting, waiting[name]))
-		if spec.app.Pool == app.PoolDecode {
-			decodes = append(decodes, ar)
+		for _, ar := range pools {
+			current[ar] = true
+			ar.setUnits(unitProgress(st, ar.revision.Load(), a.Deleting, waiting[ar.name]))
 		}
-		if !a.Deleting && spec.app.Pool != app.PoolPrefill { // clients know the decode pool alone
-			routes = append(routes, &appRoute{appRevision: spec, router: ar})
+		if len(pools) == 2 {
+			f.addPair(t, before[name], pools[0], pools[1])
 		}
-	}
-	before := f.in.table.Load().pairs
-	f.rebuildPairs(t, decodes)
-	for _, r := range routes {
-		r.pair = t.pairs[r.app.AppName()]
-		t.add(r)
+		if len(pools) > 0 && !a.Deleting {
+			answers := pools[len(pools)-1]
+			t.add(&appRoute{appRevision: answers.revision.Load(), router: answers, pair: t.pairs[name]})
+		}
 	}
 	t.seal()
 	f.in.table.Store(t)
 	f.endPairs(before, t.pairs)
-	f.removeDeleted(st)
+	f.removeDeleted(st, current)
 	return fresh
 }
 
-// applyRevision brings an application to its current revision. fresh: it has a new Router.
-func (f *appFollower) applyRevision(ar *appRouter, a *state.App) (spec *appRevision, fresh bool, err error) {
-	old := ar.revision.Load()
-	if old != nil && old.revision == a.Revision {
-		return old, false, nil
-	}
-	spec, err = newRevision(a, old)
+// applyPools brings the pools of an application to its current revision and returns those that can be served,
+// the one that answers requests last. fresh: one has a new Router. What cannot be read stays as it was.
+func (f *appFollower) applyPools(a *state.App) (pools []*appRouter, fresh bool) {
+	specs, err := a.Pools()
 	if err != nil {
-		return nil, false, fmt.Errorf("read the specification of revision %d: %w", a.Revision, err)
+		for _, name := range []string{
+			a.Name, app.PoolName(a.Name, app.PoolPrefill), app.PoolName(a.Name, app.PoolDecode),
+		} {
+			if ar := f.in.findAppRouter(name); ar != nil && ar.revision.Load() != nil {
+				pools = append(pools, ar)
+			}
+		}
+		f.logUnreadable(f.in.ensureAppRouter(a.Name), a, err)
+		return pools, false
 	}
-	policy, err := routing.New(spec.app.Routing.Policy, spec.app.Routing.Preset, spec.app.Routing.Params)
-	if err != nil {
-		return nil, false, fmt.Errorf("revision %d: %w", a.Revision, err)
+	for _, spec := range specs {
+		ar := f.in.ensureAppRouter(spec.PoolName())
+		isNew, err := f.applyRevision(ar, a, spec)
+		if err != nil {
+			f.logUnreadable(ar, a, err)
+		}
+		if fresh = fresh || isNew; ar.revision.Load() != nil {
+			pools = append(pools, ar)
+		}
 	}
-	if fresh, err = f.setPolicyInputs(ar, spec, policy); err != nil {
-		return nil, false, fmt.Errorf("revision %d: %w", a.Revision, err)
-	}
-	ar.setRevision(spec)
-	defer ar.groups.configure(spec.app, policy)                             // with the Router
-	if old != nil && reflect.DeepEqual(old.app.Routing, spec.app.Routing) { // the Router can be kept
-		return spec, fresh, nil
-	}
-	f.newRouter(ar, policy)
-	return spec, true, nil
+	return pools, fresh
 }
 
-// newRevision decodes an application's specification; old is the revision before, nil for none.
-func newRevision(a *state.App, old *appRevision) (*appRevision, error) {
-	spec, err := a.Application()
-	if err != nil {
-		return nil, err
+// applyRevision brings a pool to the current revision of its application. fresh: it has a new Router.
+func (f *appFollower) applyRevision(ar *appRouter, a *state.App, pool *app.Application) (
+	fresh bool, err error,
+) {
+	old := ar.revision.Load()
+	if old != nil && old.revision == a.Revision {
+		return false, nil
 	}
+	spec := newRevision(a, pool, old)
+	policy, err := routing.New(pool.Routing.Policy, pool.Routing.Preset, pool.Routing.Params)
+	if err != nil {
+		return false, fmt.Errorf("revision %d: %w", a.Revision, err)
+	}
+	if fresh, err = f.setPolicyInputs(ar, spec, policy); err != nil {
+		return false, fmt.Errorf("revision %d: %w", a.Revision, err)
+	}
+	ar.setRevision(spec)
+	defer ar.groups.configure(pool, policy)                             // with the Router
+	if old != nil && reflect.DeepEqual(old.app.Routing, pool.Routing) { // the Router can be kept
+		return fresh, nil
+	}
+	f.newRouter(ar, policy)
+	return true, nil
+}
+
+// newRevision prepares a revision of a pool; old is the revision before, nil for none.
+func newRevision(a *state.App, spec *app.Application, old *appRevision) *appRevision {
 	s := &appRevision{
 		app: spec, revision: a.Revision, created: time.Now().Unix(), names: a.Names,
 		attempts:   spec.Retries.Attempts,
@@ -123,16 +136,13 @@ func newRevision(a *state.App, old *appRevision) (*appRevision, error) {
 	if old != nil {
 		s.created = old.created
 	}
-	if len(s.names) == 0 {
-		s.names = spec.Model.ServedNames()
-	}
-	s.adapters, s.nameValue = adaptersOf(&spec.Model), []string{spec.AppName()}
+	s.adapters, s.nameValue = adaptersOf(&spec.Model), []string{spec.Name}
 	for _, u := range spec.Units() {
 		for _, n := range u.Ranks {
 			s.ranks = append(s.ranks, routing.ID(u.Group, n))
 		}
 	}
-	return s, nil
+	return s
 }
 
 // adaptersOf maps the names under which adapters are served (Model.ServedNames) to the adapters; nil without
@@ -187,28 +197,37 @@ func (f *appFollower) setPolicyInputs(ar *appRouter, spec *appRevision, policy r
 	return fresh, nil
 }
 
-// keepOldRevision keeps the previous revision when the current one cannot be read; nil if there is none. It
-// writes one log line per revision.
-func (f *appFollower) keepOldRevision(ar *appRouter, a *state.App, err error) *appRevision {
+// logUnreadable writes one log line per revision that cannot be read.
+func (f *appFollower) logUnreadable(ar *appRouter, a *state.App, err error) {
 	if ar.unreadableRevision != a.Revision {
 		ar.unreadableRevision = a.Revision
 		f.in.log.Error("application cannot be served as deployed", slog.String("app", a.Name),
 			slog.Any("err", err))
 	}
-	return ar.revision.Load()
 }
 
-// removeDeleted closes the applications that are no longer in the state.
-func (f *appFollower) removeDeleted(st *state.State) {
+// removeDeleted closes the pools that no application has any more, when their last unit has ended.
+func (f *appFollower) removeDeleted(st *state.State, current map[*appRouter]bool) {
+	left := map[string]bool{}
+	for _, u := range st.Units {
+		left[u.PoolName()] = true
+	}
 	f.in.appRoutersMu.Lock()
-	var gone []*appRouter
+	var gone, ending []*appRouter
 	for name, ar := range f.in.appRouters {
-		if st.Apps[name] == nil && ar.revision.Load() != nil {
+		switch {
+		case current[ar] || ar.revision.Load() == nil:
+		case left[name]:
+			ending = append(ending, ar)
+		default:
 			gone = append(gone, ar)
 			delete(f.in.appRouters, name)
 		}
 	}
 	f.in.appRoutersMu.Unlock()
+	for _, ar := range ending {
+		ar.setUnits(unitProgress(st, ar.revision.Load(), true, nil))
+	}
 	for _, ar := range gone {
 		ar.close()
 		f.in.metrics.ForgetApp(ar.name)
@@ -256,33 +275,34 @@ func (w *unplacedApps) current() (apps map[string]*msg.Waiting, left time.Durati
 
 // hasNoRoom reports whether a unit waits for room. The leader's list does not apply to another revision,
 // which was not placed yet, or to a unit that was granted meanwhile.
-func hasNoRoom(st *state.State, w *msg.Waiting, unit string) bool {
-	if w == nil || st.Apps[w.App] == nil || st.Apps[w.App].Revision != w.Revision {
+func hasNoRoom(st *state.State, w *msg.Waiting, revision uint64, unit string) bool {
+	if w == nil || revision != w.Revision {
 		return false
 	}
 	epoch, waits := w.Units[unit]
 	return waits && st.Epochs[unit] == epoch
 }
 
-// unitProgress returns the application's ready units with their epochs, and the wanted units that may still
+// unitProgress returns the pool's ready units with their epochs, and the wanted units that may still
 // become ready, nil of one that was never granted. Units for which the leader finds no room, as w says, are
 // neither; noRoom is the reason, "" if there are none.
-func unitProgress(st *state.State, spec *app.Application, deleting bool, w *msg.Waiting) (
+func unitProgress(st *state.State, spec *appRevision, deleting bool, w *msg.Waiting) (
 	ready map[string]uint64, coming map[string]*state.Unit, noRoom string,
 ) {
 	ready, coming = map[string]uint64{}, map[string]*state.Unit{}
 	for id, u := range st.Units {
-		if u.App == spec.Name && u.Phase == state.Ready && st.Epochs[id] <= u.Epoch && !hasNoRoom(st, w, id) {
+		if u.PoolName() == spec.app.PoolName() && u.Phase == state.Ready && st.Epochs[id] <= u.Epoch &&
+			!hasNoRoom(st, w, spec.revision, id) {
 			ready[id] = u.Epoch
 		}
 	}
 	if deleting {
 		return ready, nil, ""
 	}
-	for _, u := range spec.Units() {
+	for _, u := range spec.app.Units() {
 		have := st.Units[u.ID]
 		switch {
-		case hasNoRoom(st, w, u.ID):
+		case hasNoRoom(st, w, spec.revision, u.ID):
 			noRoom = w.Reason
 		case have == nil || have.Phase != state.Ready && have.Phase != state.Failed:
 			coming[u.ID] = have

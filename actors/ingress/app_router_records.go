@@ -181,8 +181,11 @@ func (ar *appRouter) applyStatus(r *rank, rec *msg.Record) {
 // reportLateReads reports that prompts of a prefill rank were read after their lease: the caches of the
 // decode ranks that it served may hold wrong blocks. What was read before the first status is not news.
 func (ar *appRouter) reportLateReads(r *rank) {
-	name, pool := app.SplitPool(ar.name)
-	if p := ar.in.findPair(name); p != nil && pool == app.PoolPrefill {
+	spec := ar.revision.Load()
+	if spec == nil || spec.app.Pool != app.PoolPrefill {
+		return
+	}
+	if p := ar.in.findPair(spec.app.Name); p != nil {
 		p.proxy.PrefillAlarm(r.ref())
 	}
 }

@@ -239,12 +239,14 @@ func (g *rig) usesPolicy(policy string) {
 	before := g.in.table.Load()
 	g.store.set(func(st *state.State) {
 		for name, old := range st.Apps {
-			var a app.Application
-			require.NoError(g.t, json.Unmarshal(old.Spec, &a))
-			a.Routing.Policy = policy
+			var pools []app.Application
+			require.NoError(g.t, json.Unmarshal(old.Spec, &pools))
+			for i := range pools {
+				pools[i].Routing.Policy = policy
+			}
 			next := *old
 			next.Revision++
-			next.Spec, _ = json.Marshal(&a)
+			next.Spec, _ = json.Marshal(pools)
 			st.Apps[name] = &next
 		}
 	})

@@ -159,24 +159,19 @@ func (f *appFollower) newPairLife(p *pairApp) (*pairLife, error) {
 	return l, err
 }
 
-// rebuildPairs makes the pairs of all applications with two pools, for the next route table.
-func (f *appFollower) rebuildPairs(t *routeTable, decodes []*appRouter) {
-	old := f.in.table.Load().pairs
-	for _, decode := range decodes {
-		name, _ := app.SplitPool(decode.name)
-		prefill := f.in.findAppRouter(app.PoolName(name, app.PoolPrefill))
-		if prefill == nil || prefill.revision.Load() == nil ||
-			decode.revision.Load().app.Disaggregation == nil {
-			continue
-		}
-		p, err := f.newPairApp(old[name], name, prefill, decode)
-		if err != nil {
-			f.in.log.Error("an application's prefill ranks cannot be used", slog.String("app", name),
-				slog.Any("err", err))
-			continue
-		}
-		t.pairs[name] = p
+// addPair makes the pairs of an application with two pools, for the next route table.
+func (f *appFollower) addPair(t *routeTable, old *pairApp, prefill, decode *appRouter) {
+	spec := decode.revision.Load().app
+	if spec.Disaggregation == nil {
+		return
 	}
+	p, err := f.newPairApp(old, spec.Name, prefill, decode)
+	if err != nil {
+		f.in.log.Error("an application's prefill ranks cannot be used", slog.String("app", spec.Name),
+			slog.Any("err", err))
+		return
+	}
+	t.pairs[spec.Name] = p
 }
 
 // endPairs ends what the applications of before had that the table does not have any more.

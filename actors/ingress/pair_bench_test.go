@@ -47,12 +47,12 @@ func benchPair(b *testing.B, engine string) string {
 	s, f := newStore(), &feed{}
 	for _, pool := range []string{app.PoolPrefill, app.PoolDecode} {
 		a := demoApp()
-		a.Name, a.Pool = app.PoolName("demo", pool), pool
+		a.Pool = pool
 		a.Routing = app.Routing{Policy: "power-of-two", Preset: "documented"}
 		a.Disaggregation = &app.Disaggregation{Transfer: app.TransferSim, Decide: app.DecideAlways}
 		f.replicas = append(f.replicas, &replica{
-			feed: f, app: a.Name, unit: a.Name + "/0/0", url: engine, max: 1024, owned: true, epoch: 1,
-			incarnation: uint64(7 + len(pool)), accepting: true, stopped: make(chan struct{}),
+			feed: f, app: a.PoolName(), unit: a.PoolName() + "/0/0", url: engine, max: 1024, owned: true,
+			epoch: 1, incarnation: uint64(7 + len(pool)), accepting: true, stopped: make(chan struct{}),
 			open: map[uint64]msg.Admit{},
 		})
 		deploy(b, s, a, 1)

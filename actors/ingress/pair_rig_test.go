@@ -153,7 +153,7 @@ func newPairRig(t *testing.T, o pairOptions) *pairRig {
 	specs := [2]*app.Application{demoApp(), demoApp()}
 	for side, pool := range [...]string{app.PoolPrefill, app.PoolDecode} {
 		a, n := specs[side], [...]int{o.prefills, o.decodes}[side]
-		a.Name, a.Pool = app.PoolName("demo", pool), pool
+		a.Pool = pool
 		a.Disaggregation = &app.Disaggregation{
 			Transfer: app.TransferSim, Decide: app.DecideAlways, Fallback: app.FallbackLocal,
 		}
@@ -165,12 +165,12 @@ func newPairRig(t *testing.T, o pairOptions) *pairRig {
 	for side, a := range specs {
 		for i := range [...]int{o.prefills, o.decodes}[side] {
 			e := &pdEngine{name: fmt.Sprintf("%s-%d", a.Pool, i)}
-			unit := fmt.Sprintf("%s/0/%d", a.Name, i)
+			unit := fmt.Sprintf("%s/0/%d", a.PoolName(), i)
 			if a.DataParallel.Coupling == app.Lockstep {
-				unit = a.Name + "/0"
+				unit = a.PoolName() + "/0"
 			}
 			r := &replica{
-				feed: g.feed, app: a.Name, unit: unit, id: routing.ID(0, i),
+				feed: g.feed, app: a.PoolName(), unit: unit, id: routing.ID(0, i),
 				url: o.wrap(e), max: o.max, owned: true, address: o.address, stopped: make(chan struct{}),
 				epoch: 1, incarnation: uint64(1000 + 100*side + i), accepting: true,
 				open: map[uint64]msg.Admit{},

@@ -547,7 +547,7 @@ func (req *request) logLine(level slog.Level, text string, res *result, attrs ..
 		slog.Int("attempt", req.ends.count()), slog.Float64(
 			"dur_ms", float64(time.Since(req.start).Microseconds())/1000))
 	if req.app != nil {
-		attrs = append(attrs, slog.String("app", req.app.app.AppName()))
+		attrs = append(attrs, slog.String("app", req.app.app.Name))
 	}
 	attrs = req.split.appendAttrs(attrs)
 	if rk := req.attempt.rank; rk != nil {

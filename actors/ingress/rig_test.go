@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -536,20 +537,33 @@ func (g *rig) atRest() {
 	}
 }
 
-// deploy puts an app into the state with all its units ready at epoch 1.
+// deploy puts a pool of an app into the state, in place of one of the same name, with all its units ready at
+// epoch 1.
 func (g *rig) deploy(a *app.Application, revision uint64) { deploy(g.t, g.store, a, revision) }
 
 func deploy(tb testing.TB, s *store, a *app.Application, revision uint64) {
 	tb.Helper()
-	raw, err := json.Marshal(a)
-	require.NoError(tb, err)
 	s.set(func(st *state.State) {
+		var pools []*app.Application
+		if old := st.Apps[a.Name]; old != nil {
+			was, err := old.Pools()
+			require.NoError(tb, err)
+			pools = slices.DeleteFunc(slices.Clone(was),
+				func(p *app.Application) bool { return p.Pool == a.Pool })
+		}
+		if pools = append(pools, a); a.Pool == app.PoolPrefill {
+			slices.Reverse(pools)
+		}
+		raw, err := json.Marshal(pools)
+		require.NoError(tb, err)
 		st.Apps[a.Name] = &state.App{
 			Name: a.Name, Revision: revision, Spec: raw,
 			Names: a.Model.ServedNames(), Route: a.RoutePrefix,
 		}
 		for _, u := range a.Units() {
-			st.Units[u.ID] = &state.Unit{ID: u.ID, App: a.Name, Group: u.Group, Epoch: 1, Phase: state.Ready}
+			st.Units[u.ID] = &state.Unit{
+				ID: u.ID, App: u.App, Pool: u.Pool, Group: u.Group, Epoch: 1, Phase: state.Ready,
+			}
 			st.Epochs[u.ID] = 1
 		}
 	})

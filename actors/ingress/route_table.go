@@ -74,7 +74,7 @@ func (s *routeScope) add(e *appRoute) {
 		s.models[name] = e
 		s.names = append(s.names, name)
 	}
-	s.apps = append(s.apps, e.app.AppName())
+	s.apps = append(s.apps, e.app.Name)
 	s.only = e
 	if len(s.apps) > 1 {
 		s.only = nil

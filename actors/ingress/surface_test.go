@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"strings"
@@ -73,9 +74,13 @@ func TestTwoApplications(t *testing.T) {
 	g.store.set(func(st *state.State) { st.Apps["demo"].Deleting = true })
 	eventually(t, func() bool { return len(g.in.table.Load().routers) == 2 }, "deleting")
 	assert.Equal(t, 404, g.post("/v1/chat/completions", chatBody).status)
-	broken := &state.App{Name: "broken", Revision: 1, Spec: []byte(`{"routing":{"policy":"nope"}}`)}
+	spec := []byte(`[{"name":"broken","routing":{"policy":"nope"}}]`)
+	broken := &state.App{Name: "broken", Revision: 1, Spec: spec}
 	g.store.set(func(st *state.State) { st.Apps["broken"] = broken })
-	g.store.set(func(st *state.State) { delete(st.Apps, "demo") })
+	g.store.set(func(st *state.State) {
+		delete(st.Apps, "demo")
+		maps.DeleteFunc(st.Units, func(_ string, u *state.Unit) bool { return u.App == "demo" })
+	})
 	eventually(t, func() bool {
 		g.in.appRoutersMu.RLock()
 		defer g.in.appRoutersMu.RUnlock()

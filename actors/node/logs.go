@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/engine/enginelog"
 	"github.com/dpserve/dpserve/internal/process"
@@ -238,8 +237,8 @@ func (s *logStore) read(q *LogQuery, seen map[*ring]uint64) ([]LogLine, <-chan s
 	defer s.mu.Unlock()
 	var out []LogLine
 	for _, r := range s.rings {
-		user, _ := app.SplitPool(r.app)
-		if q.App != "" && q.App != r.app && q.App != user || q.Unit != "" && r.key.unit != q.Unit ||
+		isOf := q.App == "" || q.App == r.app || strings.HasPrefix(r.key.unit, q.App+"/") // or of its pool
+		if !isOf || q.Unit != "" && r.key.unit != q.Unit ||
 			q.Rank >= 0 && r.key.rank != q.Rank {
 			continue
 		}

@@ -155,9 +155,9 @@ func (s *logStore) close() {
 	}
 }
 
-// logName matches the file of a rank: application (of two pools, the name of its pool), group, for
-// independent ranks the rank as unit, and the rank; .1 is the older file.
-var logName = regexp.MustCompile(`^([^.]+(?:\.[a-z]+)?)(\.[0-9]+){2,3}\.log(\.1)?$`)
+// logName matches the file of a rank: application, pool if it has two, group, for independent ranks the rank
+// as unit, and the rank; .1 is the older file.
+var logName = regexp.MustCompile(`^([^.]+)(?:\.[a-z]+)?(\.[0-9]+){2,3}\.log(\.1)?$`)
 
 // forget drops what is left of applications that do not exist any more: rings goneKept after the end of the
 // engine, and files logKept after the last line.

@@ -54,7 +54,7 @@ func newUnit(n *Node, life *Life, before *unit) *unit {
 	return &unit{
 		n: n, m: m, life: life, before: before, back: map[int]bool{},
 		done: make(chan struct{}), wake: make(chan struct{}, 1), hasten: make(chan struct{}),
-		log: n.log.With(slog.String("app", m.App.Name), slog.String("unit", m.Unit),
+		log: n.log.With(slog.String("app", m.App.PoolName()), slog.String("unit", m.Unit),
 			slog.Uint64("epoch", m.Epoch)),
 	}
 }

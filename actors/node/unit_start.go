@@ -241,7 +241,7 @@ func (u *unit) launchRank(ctx context.Context, r *rank, l *engine.Launch) error 
 // order is the launch of a rank's engine.
 func (u *unit) order(r *rank, l *engine.Launch) LaunchOrder {
 	o := LaunchOrder{
-		Launch: *l, App: u.m.App.Name, Revision: u.m.AppRevision, Unit: u.m.Unit, Group: u.m.Group,
+		Launch: *l, App: u.m.App.PoolName(), Revision: u.m.AppRevision, Unit: u.m.Unit, Group: u.m.Group,
 		Epoch: u.m.Epoch, Order: u.m, Ports: portsOf(u, r, l),
 	}
 	for _, other := range u.ranks {

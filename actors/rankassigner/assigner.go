@@ -131,7 +131,7 @@ func (a *Assigner) followStore(ctx context.Context) {
 // Assign returns a replica's rank, the epoch of its unit and the size of the group: assign_rank(replica_id).
 // It reads the answer from the grant, so it is idempotent by replica id, also over restarts. Errors:
 // ErrNotGranted, ErrGroupFull, ErrBadReplica.
-func (a *Assigner) Assign(_ context.Context, app string, group int, replicaID string) (msg.AssignReply,
+func (a *Assigner) Assign(_ context.Context, pool string, group int, replicaID string) (msg.AssignReply,
 	error,
 ) {
 	select {
@@ -139,7 +139,7 @@ func (a *Assigner) Assign(_ context.Context, app string, group int, replicaID st
 		return msg.AssignReply{}, errStopped()
 	default:
 	}
-	return assign(a.cfg.Store.State(), app, group, replicaID)
+	return assign(a.cfg.Store.State(), pool, group, replicaID)
 }
 
 // Publish announces rank 0's rendezvous address of a lockstep unit to the waiting ranks on all nodes. The
@@ -312,50 +312,46 @@ func parseReplicaID(app string, group int, replicaID string) (int, error) {
 
 // assign reads a replica's rank from the grants. It writes nothing, so a repeated question gets the same
 // answer.
-func assign(s *state.State, app string, group int, replicaID string) (msg.AssignReply, error) {
-	slot, err := parseReplicaID(app, group, replicaID)
+func assign(s *state.State, pool string, group int, replicaID string) (msg.AssignReply, error) {
+	slot, err := parseReplicaID(pool, group, replicaID)
 	if err != nil {
 		return msg.AssignReply{}, err
 	}
-	ranks, err := groupRanks(s, app, group)
+	ranks, err := groupRanks(s, pool, group)
 	if err != nil {
 		return msg.AssignReply{}, err
 	}
 	if !slices.Contains(ranks, slot) {
 		return msg.AssignReply{}, problem.New(problem.Conflict,
-			"assign rank: %w: group %s/%d has %d ranks, %s would be one more", ErrGroupFull, app, group,
+			"assign rank: %w: group %s/%d has %d ranks, %s would be one more", ErrGroupFull, pool, group,
 			len(ranks), replicaID).
 			WithHint("raise data_parallel.dp_size or num_replicas and deploy again")
 	}
-	u := unitOfRank(s, app, group, slot)
+	u := unitOfRank(s, pool, group, slot)
 	if u == nil {
 		return msg.AssignReply{}, problem.New(problem.Unavailable,
-			"assign rank: rank %d of group %s/%d: %w", slot, app, group, ErrNotGranted).
+			"assign rank: rank %d of group %s/%d: %w", slot, pool, group, ErrNotGranted).
 			WithHint("it is placed by the controller; ask again when it is")
 	}
 	return msg.AssignReply{Rank: slot, Epoch: u.Epoch, DPSize: len(ranks)}, nil
 }
 
-func groupRanks(s *state.State, name string, group int) ([]int, error) {
-	a, ok := s.Apps[name]
-	if !ok {
-		return nil, problem.New(problem.NotFound, "assign rank: %w %q", state.ErrUnknownApp, name)
-	}
-	spec, err := a.Application()
-	if err != nil {
-		return nil, problem.New(problem.Internal, "assign rank: read the spec of %q: %w", name, err)
+func groupRanks(s *state.State, pool string, group int) ([]int, error) {
+	_, spec := s.Pool(pool)
+	if spec == nil {
+		return nil, problem.New(problem.NotFound, "assign rank: %w %q", state.ErrUnknownApp, pool)
 	}
 	if group < 0 || group >= spec.NumGroups {
-		return nil, problem.New(problem.NotFound, "assign rank: application %q has no group %d: %w", name,
+		return nil, problem.New(problem.NotFound, "assign rank: application %q has no group %d: %w", pool,
 			group, ErrNotGranted)
 	}
 	return spec.RankNumbers(group), nil
 }
 
 // unitOfRank is the granted unit that holds a rank. The state ensures that there is at most one.
-func unitOfRank(s *state.State, name string, group, rank int) *state.Unit {
+func unitOfRank(s *state.State, pool string, group, rank int) *state.Unit {
 	for _, u := range s.Units {
-		if u.App == name && u.Group == group && u.Holds() && u.HasRank(rank) {
+		if u.PoolName() == pool && u.Group == group && u.Holds() && u.HasRank(rank) {
 			return u
 		}
 	}

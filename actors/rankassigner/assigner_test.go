@@ -115,7 +115,7 @@ func rigged(t *testing.T, f func(t *testing.T, r *rig)) {
 }
 
 func (r *rig) deploy(name string, dp int, coupling app.Coupling) {
-	spec, err := json.Marshal(application(name, dp, coupling))
+	spec, err := json.Marshal([]*app.Application{application(name, dp, coupling)})
 	require.NoError(r.t, err)
 	_, err = r.store.Propose(r.t.Context(),
 		state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: name, Spec: spec, Route: "/"}}}})
@@ -131,7 +131,8 @@ func application(name string, dp int, coupling app.Coupling) *app.Application {
 
 // wanted asks for all units of a group; expect is the epoch before.
 func wanted(a *app.Application, expect uint64, nodes ...string) *msg.AssignGroup {
-	m := &msg.AssignGroup{App: a, Nodes: nodes, Grant: state.GrantGroup{App: a.Name, AppRevision: 1}}
+	m := &msg.AssignGroup{App: a, Nodes: nodes}
+	m.Grant = state.GrantGroup{App: a.Name, Pool: a.Pool, AppRevision: 1}
 	for _, u := range a.Units() {
 		m.Grant.Units = append(m.Grant.Units, state.UnitGrant{Unit: u.ID, ExpectEpoch: expect, Attempt: 1})
 	}

@@ -165,14 +165,14 @@ func (p *placer) request(part []state.UnitGrant) placement.Group {
 	g.Avoid = p.m.Avoid
 	stay := map[string][]state.RankGrant{} // of the same group
 	for id, rec := range p.state.Units {
-		if rec.App == p.m.Grant.App && rec.Group == p.m.Grant.Group && rec.Holds() &&
+		if rec.PoolName() == p.m.Grant.PoolName() && rec.Group == p.m.Grant.Group && rec.Holds() &&
 			!containsUnit(part, id) {
 			stay[id] = rec.Ranks
 		}
 	}
 	for _, other := range p.others {
 		for i := range other.Units {
-			if other.App == p.m.Grant.App && other.Group == p.m.Grant.Group {
+			if other.PoolName() == p.m.Grant.PoolName() && other.Group == p.m.Grant.Group {
 				stay[other.Units[i].Unit] = other.Units[i].Ranks
 			}
 		}
@@ -208,13 +208,13 @@ func (p *placer) addOtherPool(g *placement.Group) {
 		}
 	}
 	for _, rec := range p.state.Units {
-		if rec.App == other && rec.Holds() {
+		if rec.PoolName() == other && rec.Holds() {
 			add(rec.Ranks)
 		}
 	}
 	for _, grant := range p.others {
 		for i := range grant.Units {
-			if grant.App == other {
+			if grant.PoolName() == other {
 				add(grant.Units[i].Ranks)
 			}
 		}
@@ -234,7 +234,7 @@ func containsUnit(us []state.UnitGrant, id string) bool {
 // ranks of its other pool are.
 func GroupRequest(a *app.Application, group int) placement.Group {
 	g := placement.Group{
-		ID: a.Name + "/" + strconv.Itoa(group), Lockstep: a.DataParallel.Coupling == app.Lockstep,
+		ID: a.PoolName() + "/" + strconv.Itoa(group), Lockstep: a.DataParallel.Coupling == app.Lockstep,
 		DPSize: a.DataParallel.DPSize, Strategy: placement.Strategy(a.PlacementGroupStrategy),
 		MaxRanksPerNode: a.MaxRanksPerNode, Labels: a.Resources.Labels, Held: map[string]int{},
 	}

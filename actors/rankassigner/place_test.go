@@ -240,9 +240,9 @@ func TestPlaceCountsTheGroupsGrantsUnderWay(t *testing.T) {
 // Ranks of two pools that are kept apart never share a node, whether the other pool's ranks run, are on their
 // way, or will move there.
 func TestPlaceKeepsPoolsApart(t *testing.T) {
-	s := newState(t, []state.Node{node("a", 4), node("b", 4)}, "pd.prefill", "pd.decode")
+	s := newState(t, []state.Node{node("a", 4), node("b", 4)}, "pd")
 	pool := func(pool string) *msg.AssignGroup {
-		a := application(app.PoolName("pd", pool), 2, app.Lockstep)
+		a := application("pd", 2, app.Lockstep)
 		a.Pool, a.Disaggregation = pool, &app.Disaggregation{Colocate: app.ColocateNo}
 		m := wanted(a, 0, "a", "b")
 		m.Grant.AppRevision = s.Apps[a.Name].Revision

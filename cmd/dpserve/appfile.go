@@ -88,16 +88,10 @@ func readInput(e *env, path string, mebibytes int, largeHint, errorHint string) 
 // names lists the file's applications in order.
 func (f *appFile) names() []string {
 	var out []string
-	for _, a := range eachOnce(f.apps) {
-		out = append(out, a.AppName())
+	for _, pools := range app.ByName(f.apps) {
+		out = append(out, pools[0].Name)
 	}
 	return out
-}
-
-// eachOnce lists each application once: of two pools, the decode pool.
-func eachOnce(apps []*app.Application) []*app.Application {
-	return slices.DeleteFunc(slices.Clone(apps),
-		func(a *app.Application) bool { return a.Pool == app.PoolPrefill })
 }
 
 // print returns the canonical text of the applications.
@@ -155,7 +149,7 @@ func simulate(apps []*app.Application) []string {
 }
 
 func simulateOne(a *app.Application) []string {
-	s := &changes{app: a.Name}
+	s := &changes{app: a.PoolName()}
 	s.add(true, "engine.kind: %s → sim", a.Engine.Kind)
 	s.add(len(a.Engine.Command) > 0, "engine.command dropped")
 	s.add(len(a.Engine.Env) > 0, "engine.env dropped")
@@ -278,9 +272,9 @@ func writeValidation(e *env, path string, output format) error {
 		Warnings: completeFaults(api.ConvertFaults(warnings)),
 	}
 	if file != nil && doc.Valid {
-		for _, a := range eachOnce(file.Applications) {
+		for _, pools := range app.ByName(file.Applications) {
 			doc.Applications = append(doc.Applications,
-				validatedApp{a.AppName(), string(a.Engine.Kind)})
+				validatedApp{pools[0].Name, string(pools[0].Engine.Kind)})
 		}
 	}
 	if err := writeDocument(e.io.Out, output, versioned{doc}, nil); err != nil || doc.Valid {

@@ -170,12 +170,17 @@ func TestNodesShowSharesOfDevices(t *testing.T) {
 	assert.Contains(t, c.stdout(), "  1.5/4  ")
 }
 
+// created is the change of a deploy that creates an application.
+func created(name string) client.Change {
+	return client.Change{App: name, Impact: client.Impact{Effect: client.EffectCreate}}
+}
+
 func TestPlanShowsPlacesAndExitCodes(t *testing.T) {
 	c := newCLI(t)
 	c.cluster.nodes.plan = client.Plan{
 		Revision: 7, Changes: true, Fits: true,
-		Apps: []client.AppPlan{{App: "moe", Action: "create", Units: []client.UnitPlan{{
-			Unit: "moe/0", Action: "create",
+		Apps: []client.AppPlan{{Change: created("moe"), Units: []client.UnitPlan{{
+			Unit: "moe/0", Effect: client.EffectCreate,
 			Seats: []client.SeatPlan{
 				{Rank: 0, Node: "a", Devices: []int{0, 1}}, {Rank: 1, Node: "a", Devices: []int{2, 3}}, {
 					Rank: 2, Node: "b", Devices: []int{0, 1},
@@ -193,7 +198,7 @@ func TestPlanShowsPlacesAndExitCodes(t *testing.T) {
 
 	c.cluster.nodes.plan.Fits = false
 	c.cluster.nodes.plan.Apps[0].Units[0] = client.UnitPlan{
-		Unit: "moe/0", Action: "create", Why: "needs 6 devices, 4 are free",
+		Unit: "moe/0", Effect: client.EffectCreate, Why: "needs 6 devices, 4 are free",
 		Hint: "moving chat/1 from a to b would make room",
 	}
 	assert.Equal(t, 5, c.run([]string{"plan", path}))

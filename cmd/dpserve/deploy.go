@@ -15,7 +15,6 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/internal/state"
 )
 
 // deployTimeout is the default of --timeout: how long deploy waits for RUNNING.
@@ -163,9 +162,12 @@ func confirmPrune(ctx context.Context, e *env, f *deployFlags, cluster admin, fi
 func printChanges(e *env, result client.DeployResult) {
 	for i := range result.Changes {
 		c := &result.Changes[i]
-		effect := effectOf(c.Effect, string(c.Action))
-		line := c.App + ": " + describeImpact(&c.Impact, effect)
-		if why := cmp.Or(joinSome(c.Reasons), joinSome(c.Fields)); why != "" {
+		line := c.App + ": " + describeImpact(&c.Impact)
+		var fields []string
+		for _, d := range c.Diffs {
+			fields = append(fields, d.Path)
+		}
+		if why := cmp.Or(joinSome(c.Reasons), joinSome(fields)); why != "" {
 			line += " (" + why + ")"
 		}
 		printMessage(e.io.Err, "%s", line)
@@ -184,39 +186,6 @@ func replacedError(a *client.AppStatus, want uint64) error {
 	return problem.New(problem.Conflict,
 		"%s: revision %d was replaced by revision %d while it was rolled out", a.Name, want, a.Revision).
 		WithHint("it was deployed again meanwhile; `dpserve status %s` shows what runs now", a.Name)
-}
-
-// findApp returns the named application, or the named pool of one. The error lists the existing applications.
-func findApp(apps []client.AppStatus, name string) (client.AppStatus, error) {
-	var names []string
-	for _, a := range apps {
-		if a.Name == name {
-			return a, nil
-		}
-		for i := range a.Pools {
-			if a.Pools[i].Name == name {
-				return poolStatus(a, &a.Pools[i]), nil
-			}
-		}
-		names = append(names, a.Name)
-	}
-	return client.AppStatus{}, state.UnknownApp(name, names)
-}
-
-// poolStatus returns one pool of an application in the form of an application.
-func poolStatus(a client.AppStatus, p *client.PoolStatus) client.AppStatus {
-	a.Name, a.Status, a.Policy, a.Coupling, a.DPSize = p.Name, p.Status, p.Policy, p.Coupling, p.DPSize
-	a.Groups, a.Ready, a.Desired, a.Pools = p.Groups, p.Ready, p.Desired, nil
-	of := func(text string) bool { return strings.HasPrefix(text, p.Name+"/") }
-	a.Units = slices.DeleteFunc(slices.Clone(a.Units), func(u client.UnitStatus) bool { return !of(u.Unit) })
-	var lines []string
-	for line := range strings.Lines(a.Message) {
-		if of(line) {
-			lines = append(lines, line)
-		}
-	}
-	a.Message = strings.TrimSpace(strings.Join(lines, ""))
-	return a
 }
 
 // deleteTimeout covers the longest default drain and the time in which the engines stop.

@@ -117,7 +117,7 @@ func TestDeployDryRun(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.nodes.plan = client.Plan{
 		Changes: true, Fits: true,
-		Apps: []client.AppPlan{{App: "demo", Action: "create"}, {App: "other", Action: "delete"}},
+		Apps: []client.AppPlan{{Change: created("demo")}, {Change: created("other")}},
 	}
 	assert.Equal(t, 0, cli.run([]string{"deploy", "--dry-run", "--prune", file(t, tiny), "-o", "name"}))
 	assert.Empty(t, cli.cluster.deployed)
@@ -126,8 +126,7 @@ func TestDeployDryRun(t *testing.T) {
 }
 
 func TestDeployPrune(t *testing.T) {
-	other := demo(client.StatusRunning, 1)
-	other.Name = "other"
+	other := named("other", client.StatusRunning, 1)
 	cli := newCLI(t)
 	cli.cluster.script = [][]client.AppStatus{{other}}
 	assert.Equal(t, 2, cli.run([]string{"deploy", "--prune", file(t, tiny)}))

@@ -55,7 +55,7 @@ func TestErrorsAsJSON(t *testing.T) {
 
 	c = newCLI(t)
 	c.cluster.nodes.plan = client.Plan{
-		Apps: []client.AppPlan{{App: "a", Units: []client.UnitPlan{{Why: "no room"}}}},
+		Apps: []client.AppPlan{{Units: []client.UnitPlan{{Why: "no room"}}}},
 	}
 	require.Equal(t, 5, c.run([]string{"plan", file(t, tiny), "-o=json"}))
 	assert.True(t, json.Valid([]byte(c.stdout())), "the plan is on stdout")

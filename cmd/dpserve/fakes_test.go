@@ -141,8 +141,7 @@ func (f *fakeCluster) Deploy(_ context.Context, r client.DeployRequest) (client.
 		Apps: map[string]uint64{"demo": 2},
 		Changes: []client.Change{
 			{
-				App: "demo", Action: client.ActionReplace,
-				Fields: []string{"engine.args.seed", "num_replicas"},
+				App: "demo",
 				Impact: client.Impact{
 					Effect: client.EffectRestart, Reasons: []string{"engine.args.seed"},
 					RanksBefore: 1, RanksAfter: 2,
@@ -186,8 +185,12 @@ func (f *fakeCluster) Logs(_ context.Context, q client.LogQuery) (io.ReadCloser,
 
 // demo returns an application with one rank per phase.
 func demo(status string, revision uint64, phases ...state.Phase) client.AppStatus {
+	return named("demo", status, revision, phases...)
+}
+
+func named(name, status string, revision uint64, phases ...state.Phase) client.AppStatus {
 	a := client.AppStatus{
-		Name: "demo", Status: status, Revision: revision, Model: "demo", Kind: "sim", Coupling: "independent",
+		Name: name, Status: status, Revision: revision, Model: "demo", Kind: "sim", Coupling: "independent",
 		Policy: "power-of-two",
 		DPSize: len(phases), Groups: 1, Desired: len(phases),
 	}
@@ -196,7 +199,7 @@ func demo(status string, revision uint64, phases ...state.Phase) client.AppStatu
 			a.Ready++
 		}
 		a.Units = append(a.Units, client.UnitStatus{
-			Unit: fmt.Sprintf("demo/0/%d", i), Phase: string(p), Epoch: 1, Attempt: 1,
+			Unit: fmt.Sprintf("%s/0/%d", name, i), Phase: string(p), Epoch: 1, Attempt: 1,
 			Ranks: []client.RankStatus{
 				{
 					Rank: i, Node: "n1", Phase: string(p), Epoch: 1, PID: 100 + i,

@@ -100,7 +100,7 @@ func unplacedError(p *client.Plan) error {
 func planListing(p *client.Plan, file *appFile) *listing {
 	var names []string
 	for i := range p.Apps {
-		if effectOf(p.Apps[i].Effect, p.Apps[i].Action) != client.EffectUnchanged {
+		if p.Apps[i].Effect != client.EffectUnchanged {
 			names = append(names, p.Apps[i].App)
 		}
 	}
@@ -130,10 +130,9 @@ func planSummary(p *client.Plan) []string {
 	for i := range p.Apps {
 		a := &p.Apps[i]
 		for _, u := range a.Units {
-			ranks[effectOf(u.Effect, u.Action)] += len(u.Seats)
+			ranks[u.Effect] += len(u.Seats)
 		}
-		if serving := servingUnits(a); len(serving) == 1 &&
-			effectOf(serving[0].Effect, serving[0].Action) == client.EffectRestart {
+		if serving := servingUnits(a); len(serving) == 1 && serving[0].Effect == client.EffectRestart {
 			outages = append(outages,
 				a.App+" has one unit alone: its requests wait, or are refused, until it has restarted")
 		}
@@ -150,7 +149,7 @@ func planSummary(p *client.Plan) []string {
 // servingUnits returns the units that an application's answers come from: all but those of a prefill pool.
 func servingUnits(a *client.AppPlan) []client.UnitPlan {
 	return slices.DeleteFunc(slices.Clone(a.Units), func(u client.UnitPlan) bool {
-		return strings.HasPrefix(u.Unit, app.PoolName(a.App, app.PoolPrefill)+"/")
+		return u.Pool == client.PoolPrefill
 	})
 }
 
@@ -158,7 +157,7 @@ func servingUnits(a *client.AppPlan) []client.UnitPlan {
 func isReplaced(a *client.AppPlan) bool {
 	ends := 0
 	for _, u := range a.Units {
-		switch effectOf(u.Effect, u.Action) {
+		switch u.Effect {
 		case client.EffectDelete:
 			ends++
 		case client.EffectCreate:
@@ -169,20 +168,9 @@ func isReplaced(a *client.AppPlan) bool {
 	return ends > 0 && ends < len(a.Units)
 }
 
-// effectOf returns the effect that a node tells. A node of an earlier version tells only the action.
-func effectOf(effect client.Effect, action string) client.Effect {
-	switch {
-	case effect != "":
-		return effect
-	case action == string(client.ActionReplace):
-		return client.EffectUpdate
-	}
-	return client.Effect(action)
-}
-
 // describeImpact says what a deploy does to an application, in the words of plan.
-func describeImpact(i *client.Impact, effect client.Effect) string {
-	switch effect {
+func describeImpact(i *client.Impact) string {
+	switch i.Effect {
 	case client.EffectScale:
 		return fmt.Sprintf("scale %d -> %d", i.RanksBefore, i.RanksAfter)
 	case client.EffectUnchanged:
@@ -193,7 +181,7 @@ func describeImpact(i *client.Impact, effect client.Effect) string {
 		}
 	case client.EffectCreate, client.EffectUpdate, client.EffectDelete:
 	}
-	return string(effect)
+	return string(i.Effect)
 }
 
 // formatEffect puts terraform's sign before a word, and the reasons behind it.
@@ -218,10 +206,9 @@ func planApps(p *client.Plan) *table {
 	t := &table{head: []string{"APP", "CHANGE", "FIELDS"}}
 	for i := range p.Apps {
 		a := &p.Apps[i]
-		effect := effectOf(a.Effect, a.Action)
-		row := cells(a.App, formatEffect(effect, describeImpact(&a.Impact, effect), a.Reasons),
+		row := cells(a.App, formatEffect(a.Effect, describeImpact(&a.Impact), a.Reasons),
 			strings.Join(describeFields(a), ", "))
-		row[1].color = effectColor(effect)
+		row[1].color = effectColor(a.Effect)
 		t.add(row...)
 	}
 	return t
@@ -232,9 +219,6 @@ const maxValue = 24
 
 // describeFields lists the fields that differ, with their values if they are short.
 func describeFields(a *client.AppPlan) []string {
-	if len(a.Diffs) == 0 {
-		return a.Fields
-	}
 	out := make([]string, len(a.Diffs))
 	for i, d := range a.Diffs {
 		out[i] = d.Path
@@ -250,12 +234,11 @@ func planUnits(p *client.Plan, wide bool) *table {
 	t := &table{head: []string{"UNIT", "CHANGE", "RANKS", "NODE", "GPUS"}}
 	for i := range p.Apps {
 		for _, u := range p.Apps[i].Units {
-			effect := effectOf(u.Effect, u.Action)
-			if effect == client.EffectUnchanged && u.Why == "" && !wide {
+			if u.Effect == client.EffectUnchanged && u.Why == "" && !wide {
 				continue
 			}
 			for _, row := range unitRows(&u) {
-				row[1].color = effectColor(effect)
+				row[1].color = effectColor(u.Effect)
 				t.add(row...)
 			}
 		}
@@ -265,8 +248,7 @@ func planUnits(p *client.Plan, wide bool) *table {
 
 // unitRows returns one row per node of a unit.
 func unitRows(u *client.UnitPlan) [][]cell {
-	effect := effectOf(u.Effect, u.Action)
-	what := formatEffect(effect, describeImpact(&client.Impact{}, effect), nil)
+	what := formatEffect(u.Effect, describeImpact(&client.Impact{Effect: u.Effect}), nil)
 	if len(u.Seats) == 0 {
 		where := ""
 		if u.Why != "" {
@@ -317,7 +299,7 @@ func memoryNotes(apps []*app.Application) []string {
 	for _, a := range apps {
 		if flag, value := app.MemoryOfShare(a); flag != "" {
 			out = append(out, fmt.Sprintf("%s: its engines get --%s %s, nine tenths of their share; "+
-				"engine.args may name another value", a.Name, flag, value))
+				"engine.args may name another value", a.PoolName(), flag, value))
 		}
 	}
 	return out

@@ -93,19 +93,21 @@ func TestAPairIsOneApplication(t *testing.T) {
 
 func TestPlanSaysThatAllRanksEndFirst(t *testing.T) {
 	c := newCLI(t)
-	unit := func(id string, e client.Effect) client.UnitPlan {
-		return client.UnitPlan{Unit: id, Effect: e, Seats: []client.SeatPlan{{}}}
+	unit := func(id, pool string, e client.Effect) client.UnitPlan {
+		return client.UnitPlan{Unit: id, Pool: pool, Effect: e, Seats: []client.SeatPlan{{}}}
 	}
 	c.cluster.nodes.plan = client.Plan{Changes: true, Fits: true, Apps: []client.AppPlan{
 		{
-			App: "pd", Impact: client.Impact{Effect: client.EffectRestart},
+			Change: client.Change{App: "pd", Impact: client.Impact{Effect: client.EffectRestart}},
 			Units: []client.UnitPlan{
-				unit("pd.decode/0/0", client.EffectCreate), unit("pd/0/0", client.EffectDelete),
+				unit("pd.decode/0/0", "decode", client.EffectCreate), unit("pd/0/0", "", client.EffectDelete),
 			},
 		},
 		{
-			App: "two", Impact: client.Impact{Effect: client.EffectRestart}, Units: []client.UnitPlan{
-				unit("two.prefill/0/0", client.EffectUnchanged), unit("two.decode/0/0", client.EffectRestart),
+			Change: client.Change{App: "two", Impact: client.Impact{Effect: client.EffectRestart}},
+			Units: []client.UnitPlan{
+				unit("two.prefill/0/0", "prefill", client.EffectUnchanged),
+				unit("two.decode/0/0", "decode", client.EffectRestart),
 			},
 		},
 	}}
@@ -123,9 +125,9 @@ func TestRanksAddOfAPrefillRank(t *testing.T) {
 		`pd {"url":"http://h:1","role":"prefill","pd":{"engine_id":"e","side_channel":"h:5600","tp_size":2,` +
 			`"bootstrap":"http://h:8998"}}`,
 	}, c.cluster.added)
-	change := client.RankChange{App: "pd.decode", URL: "http://h:1"}
+	change := client.RankChange{App: "pd", Pool: "decode", URL: "http://h:1"}
 	status := pairStatus()
 	assert.Equal(t, string(state.Ready), rankPhase(&status, &change))
-	change.App = "pd.prefill"
+	change.Pool = "prefill"
 	assert.Equal(t, string(state.Pending), rankPhase(&status, &change))
 }

@@ -215,7 +215,9 @@ func rankPhase(a *client.AppStatus, c *client.RankChange) string {
 }
 
 // rankName returns APP/GROUP/RANK. Of a rank of a pool, APP is the pool's name.
-func rankName(c *client.RankChange) string { return fmt.Sprintf("%s/%d/%d", c.App, c.Group, c.Rank) }
+func rankName(c *client.RankChange) string {
+	return fmt.Sprintf("%s/%d/%d", app.PoolName(c.App, c.Pool), c.Group, c.Rank)
+}
 
 // changeRanks makes a change, waits for it with --wait, and prints it.
 func changeRanks(ctx context.Context, e *env, w *rankWait, verb string,
@@ -252,22 +254,21 @@ func awaitRank(ctx context.Context, e *env, cluster admin, timeout time.Duration
 ) error {
 	waiting, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	name, _ := app.SplitPool(c.App)
-	err := newMonitor(e, cluster, e.screen()).pollUntil(waiting, []string{name},
+	err := newMonitor(e, cluster, e.screen()).pollUntil(waiting, []string{c.App},
 		func(apps []client.AppStatus) (bool, error) {
-			i := slices.IndexFunc(apps, func(a client.AppStatus) bool { return a.Name == name })
+			i := slices.IndexFunc(apps, func(a client.AppStatus) bool { return a.Name == c.App })
 			if i < 0 {
-				return true, problem.New(problem.Conflict, "%s was deleted meanwhile", name).
+				return true, problem.New(problem.Conflict, "%s was deleted meanwhile", c.App).
 					WithHint("deploy it again if that was not meant")
 			}
 			return apps[i].Revision >= c.Revision && done(&apps[i], c), nil
 		})
 	switch {
 	case errors.Is(err, errInterrupted):
-		return interrupted(e, "the change goes on, watch it with `dpserve status "+name+" -w`")
+		return interrupted(e, "the change goes on, watch it with `dpserve status "+c.App+" -w`")
 	case errors.Is(err, context.DeadlineExceeded):
 		return problem.New(problem.Timeout, "%s is not there yet; the change goes on", rankName(c)).
-			WithHint("watch it with `dpserve status %s -w`", name)
+			WithHint("watch it with `dpserve status %s -w`", c.App)
 	}
 	return err
 }

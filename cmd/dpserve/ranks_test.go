@@ -36,8 +36,7 @@ func TestRanksAdd(t *testing.T) {
 
 func TestRanksAddWaits(t *testing.T) {
 	now := func(revision uint64, phases ...state.Phase) []client.AppStatus {
-		a := demo(client.StatusDeploying, revision, phases...)
-		a.Name = "edge"
+		a := named("edge", client.StatusDeploying, revision, phases...)
 		return []client.AppStatus{a}
 	}
 	cli := newCLI(t)
@@ -76,8 +75,7 @@ func TestRanksRemove(t *testing.T) {
 		"http://h:1/v1 --wait": {URL: "http://h:1"},
 	} {
 		cli := newCLI(t)
-		gone := demo(client.StatusRunning, 3, state.Ready)
-		gone.Name = "edge"
+		gone := named("edge", client.StatusRunning, 3, state.Ready)
 		cli.cluster.script = [][]client.AppStatus{{gone}}
 		require.Equal(t, 0,
 			cli.run(append(strings.Fields("ranks remove edge -o name"), strings.Fields(args)...)),

@@ -241,10 +241,9 @@ func TestStatusUnhealthy(t *testing.T) {
 	c := newCLI(t)
 	tripped := fleet(3, map[int]state.Phase{1: state.Failed})
 	tripped.Units[2].Ranks[0].Tripped = true
-	asleep := demo(client.StatusRunning, 1, state.Ready)
-	asleep.Name, asleep.Units[0].Ranks[0].Away = "idle", "asleep"
-	other := demo(client.StatusRunning, 1, state.Ready)
-	other.Name = "other"
+	asleep := named("idle", client.StatusRunning, 1, state.Ready)
+	asleep.Units[0].Ranks[0].Away = "asleep"
+	other := named("other", client.StatusRunning, 1, state.Ready)
 	c.cluster.script = [][]client.AppStatus{{other, tripped, asleep}}
 	require.Equal(t, 0, c.run([]string{"status", "--unhealthy"}))
 	assert.NotContains(t, c.stdout(), "other")

@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/pause"
 )
 
@@ -127,7 +128,7 @@ func fetchApp(ctx context.Context, cluster admin, name string) (client.AppStatus
 	if err != nil {
 		return client.AppStatus{}, err
 	}
-	return findApp(apps, name)
+	return api.FindApp(apps, name)
 }
 
 // fetchStatus is fetchApps with what to do next about the applications and the nodes.

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/client"
-	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -360,10 +359,7 @@ func (r rankRow) name() string {
 // pool returns the name of the rank's pool, that of the application if it has one pool.
 func (r rankRow) pool() string {
 	name, _, _ := strings.Cut(r.unit.Unit, "/")
-	if user, pool := app.SplitPool(name); pool != "" && user == r.app.Name {
-		return name
-	}
-	return r.app.Name
+	return name
 }
 
 // reason says why a rank is not ready, or what it waits for.

@@ -381,7 +381,7 @@ func checkPrograms(ctx context.Context, apps []*app.Application) error {
 
 // missingProgram says how to install an engine or to name it.
 func missingProgram(a *app.Application, what string) error {
-	return problem.New(problem.Unplaceable, "%s: engine %s is not installed: %s", a.AppName(), a.Engine.Kind,
+	return problem.New(problem.Unplaceable, "%s: engine %s is not installed: %s", a.Name, a.Engine.Kind,
 		what).
 		WithHint("install it (pip install %s) and put the bin folder of its environment into PATH\n"+
 			"or name it: --command of serve, engine.command of a file\n"+

@@ -8,6 +8,7 @@ import (
 	"io"
 	"net/http"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/gin-gonic/gin"
@@ -281,7 +282,7 @@ func (h appHandlers) sendEvents(ctx context.Context, w http.ResponseWriter, sinc
 
 // writeEvent writes one server-sent event, if it is of an application ("" = any) or of one of its pools.
 func writeEvent(w io.Writer, e *client.Event, name string) error {
-	if user, _ := app.SplitPool(e.App); name != "" && name != e.App && name != user {
+	if name != "" && name != e.App && !strings.HasPrefix(e.Unit, name+"/") {
 		return nil
 	}
 	data, err := marshalReply(e)

@@ -46,7 +46,7 @@ func TestClientAndServerAgree(t *testing.T) {
 	assert.Equal(t, want, b.deployed[0])
 	assert.Equal(t, client.DeployResult{
 		Revision: 8, Apps: map[string]uint64{"demo": 3},
-		Changes: []client.Change{{App: "demo", Action: client.ActionReplace, Fields: []string{"num_groups"}}},
+		Changes: []client.Change{{App: "demo", Gone: []string{"0/1 http://h:1"}}},
 	}, res)
 
 	status := client.AppStatus{

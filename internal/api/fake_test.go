@@ -77,14 +77,14 @@ func (b *backend) Deploy(_ context.Context, req client.DeployRequest) (api.Deplo
 	b.apps["demo"] = client.AppStatus{Name: "demo", Status: "DEPLOYING", Revision: 3}
 	return api.DeployResult{
 		Revision: 8, Apps: map[string]uint64{"demo": 3},
-		Changes: []client.Change{{App: "demo", Action: client.ActionReplace, Fields: []string{"num_groups"}}},
+		Changes: []client.Change{{App: "demo", Gone: []string{"0/1 http://h:1"}}},
 	}, nil
 }
 
 func (b *backend) Plan(_ context.Context, req client.DeployRequest) (client.Plan, []app.Warning, error) {
 	warnings, err := b.Validate(req.File, req.Text)
 	return client.Plan{
-		Revision: 7, Fits: true, Apps: []client.AppPlan{{App: "demo", Action: "create"}},
+		Revision: 7, Fits: true, Apps: []client.AppPlan{{Change: client.Change{App: "demo"}}},
 	}, warnings, err
 }
 

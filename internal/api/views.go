@@ -5,13 +5,12 @@ import (
 	"context"
 	"maps"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
-	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 const (
@@ -109,7 +108,7 @@ func (s *ClusterStatus) addPairs(name string, pd *client.PDStatus) {
 }
 
 // AddTo completes the statuses of applications by what the nodes report. A status of another epoch belongs to
-// a replica that is ending and is ignored. Of two pools, the decode pool gets what concerns both.
+// a replica that is ending and is ignored.
 func (s *ClusterStatus) AddTo(apps []client.AppStatus) {
 	for i := range apps {
 		apps[i].Queued = s.queued[apps[i].Name]
@@ -125,26 +124,22 @@ func (s *ClusterStatus) AddTo(apps []client.AppStatus) {
 				}
 			}
 		}
-		if name, pool := app.SplitPool(apps[i].Name); pool == app.PoolDecode {
-			apps[i].PD = s.pdStatus(name)
+		if len(apps[i].Pools) > 0 {
+			apps[i].PD = s.pdStatus(&apps[i])
 		}
 	}
 }
 
 // pdStatus is what the ingresses and the ranks of an application with two pools count.
-func (s *ClusterStatus) pdStatus(name string) *client.PDStatus {
+func (s *ClusterStatus) pdStatus(a *client.AppStatus) *client.PDStatus {
 	pd := client.PDStatus{Pairs: "off: no ingress has reported"}
-	if known := s.pairs[name]; known != nil {
+	if known := s.pairs[a.Name]; known != nil {
 		pd = *known
 	}
 	count, total := uint64(0), 0.0
-	for unit, ranks := range s.ranks {
-		pool, _, _ := strings.Cut(unit, "/")
-		if of, _ := app.SplitPool(pool); of != name {
-			continue
-		}
-		for i := range ranks {
-			if t := ranks[i].Transfer; t != nil {
+	for i := range a.Units {
+		for _, r := range s.ranks[a.Units[i].Unit] {
+			if t := r.Transfer; t != nil {
 				count, total, pd.TransferBytes = count+t.Count, total+t.TotalMs, pd.TransferBytes+t.Bytes
 			}
 		}
@@ -153,6 +148,21 @@ func (s *ClusterStatus) pdStatus(name string) *client.PDStatus {
 		pd.TransferMs = total / float64(count)
 	}
 	return &pd
+}
+
+// FindApp returns the named application, or the named pool of one. The error lists the existing applications.
+func FindApp(apps []client.AppStatus, name string) (client.AppStatus, error) {
+	names := make([]string, 0, len(apps))
+	for i := range apps {
+		if apps[i].Name == name {
+			return apps[i], nil
+		}
+		if pool, ok := apps[i].OfPool(name); ok {
+			return pool, nil
+		}
+		names = append(names, apps[i].Name)
+	}
+	return client.AppStatus{}, state.UnknownApp(name, names)
 }
 
 // InFlight returns the requests in flight at the ranks of each node.

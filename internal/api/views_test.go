@@ -30,7 +30,7 @@ type viewedNode struct {
 
 func (n *viewedNode) Statuses(context.Context) (msg.NodeCounts, error) {
 	return msg.NodeCounts{
-		Ranks: n.ranks, Queued: map[string]int{"a": n.queued, "pd.decode": n.queued}, Pairs: n.pairs,
+		Ranks: n.ranks, Queued: map[string]int{"a": n.queued, "pd": n.queued}, Pairs: n.pairs,
 	}, n.err
 }
 
@@ -105,21 +105,23 @@ func TestPairsOfAllIngresses(t *testing.T) {
 		"n2": &viewedNode{err: errors.New("cut off")},
 	}
 	newList := func() []client.AppStatus {
-		return []client.AppStatus{{Name: "a"}, {Name: "pd.prefill"}, {Name: "pd.decode"}}
+		return []client.AppStatus{{Name: "a"}, {
+			Name: "pd", Pools: make([]client.PoolStatus, 2),
+			Units: []client.UnitStatus{{Unit: "pd.prefill/0/0"}, {Unit: "pd.decode/0/0"}},
+		}}
 	}
 	list := newList()
 	views.Statuses(t.Context()).AddTo(list)
 	assert.Nil(t, list[0].PD, "it has one pool")
-	assert.Nil(t, list[1].PD, "it is with the decode pool")
-	assert.Equal(t, 3, list[2].Queued)
+	assert.Equal(t, 3, list[1].Queued)
 	assert.Equal(t, &client.PDStatus{
 		Transfer: "nixl", Pairs: "off: no pair is connected", Met: 0, All: 2, Remote: 6, Local: 1,
 		Fallbacks: 4, TransferMs: 20, TransferBytes: 1024,
-	}, list[2].PD)
+	}, list[1].PD)
 
 	list = newList()
 	api.NodeViews{"n2": &viewedNode{err: errors.New("cut off")}}.Statuses(t.Context()).AddTo(list)
-	assert.Equal(t, &client.PDStatus{Pairs: "off: no ingress has reported"}, list[2].PD)
+	assert.Equal(t, &client.PDStatus{Pairs: "off: no ingress has reported"}, list[1].PD)
 }
 
 func TestRoutersOfAllNodesAreReset(t *testing.T) {

@@ -5,7 +5,6 @@ package app
 import (
 	"reflect"
 	"strconv"
-	"strings"
 	"time"
 )
 
@@ -41,8 +40,9 @@ const (
 //
 // The comment of each field is its text in docs/app-yaml.md and docs/app.schema.json, which are generated.
 
-// Application is one entry of `applications:` with every default filled in. The cluster stores it as JSON,
-// and all packages read it. The zero value is not valid.
+// Application is one entry of `applications:` with every default filled in. An entry with prefill and decode
+// ranks is two of them, its pools: they have one name and differ in Pool. The cluster stores it as JSON, and
+// all packages read it. The zero value is not valid.
 type Application struct {
 	// DNS label, unique; names the application in commands, metrics and headers
 	Name string `json:"name" is:"label" need:"name the application, for example demo"`
@@ -272,8 +272,9 @@ func Seconds(s float64) time.Duration { return time.Duration(s * float64(time.Se
 
 // Unit is started, fenced and restarted as one: a group if lockstep, a rank if independent.
 type Unit struct {
-	ID    string // app/group or app/group/rank
+	ID    string // PoolName/group or PoolName/group/rank
 	App   string
+	Pool  string
 	Group int
 	Ranks []int // rank numbers inside the group, ascending
 }
@@ -282,34 +283,34 @@ type Unit struct {
 func (a *Application) Units() []Unit {
 	var out []Unit
 	for g := range a.NumGroups {
-		group, ranks := a.Name+"/"+strconv.Itoa(g), a.RankNumbers(g)
-		if a.DataParallel.Coupling == Lockstep {
-			out = append(out, Unit{ID: group, App: a.Name, Group: g, Ranks: ranks})
-			continue
-		}
-		for _, r := range ranks {
-			out = append(out, Unit{ID: group + "/" + strconv.Itoa(r), App: a.Name, Group: g, Ranks: []int{r}})
+		u := Unit{ID: a.PoolName() + "/" + strconv.Itoa(g), App: a.Name, Pool: a.Pool, Group: g}
+		if ranks := a.RankNumbers(g); a.DataParallel.Coupling == Lockstep {
+			u.Ranks = ranks
+			out = append(out, u)
+		} else {
+			for _, r := range ranks {
+				one := u
+				one.ID, one.Ranks = u.ID+"/"+strconv.Itoa(r), []int{r}
+				out = append(out, one)
+			}
 		}
 	}
 	return out
 }
 
+// PoolName names the pool to people: its units, its Router and its metrics.
+func (a *Application) PoolName() string { return PoolName(a.Name, a.Pool) }
+
 // OtherPool returns the name of the other pool of the application, "" if it has one pool.
 func (a *Application) OtherPool() string {
 	switch a.Pool {
 	case PoolPrefill:
-		return PoolName(a.AppName(), PoolDecode)
+		return PoolName(a.Name, PoolDecode)
 	case PoolDecode:
-		return PoolName(a.AppName(), PoolPrefill)
+		return PoolName(a.Name, PoolPrefill)
 	default:
 		return ""
 	}
-}
-
-// AppName returns the name that the user gave to the application, without the pool.
-func (a *Application) AppName() string {
-	name, _ := SplitPool(a.Name)
-	return name
 }
 
 // ServedNames lists every name a client may send as "model": id, aliases, then adapters in both spellings.
@@ -370,9 +371,7 @@ func Default() Application {
 	return a
 }
 
-// The pools of an application with prefill and decode ranks. Behind the parser each pool is an Application of
-// its own, with the name PoolName(app, pool). Names of users' applications are DNS labels without a dot, so
-// the names do not collide.
+// The pools of an application with prefill and decode ranks.
 const (
 	PoolPrefill = "prefill"
 	PoolDecode  = "decode"
@@ -427,7 +426,8 @@ type AttachPD struct {
 	Bootstrap string `json:"bootstrap,omitempty"`
 }
 
-// PoolName returns the name of a pool of an application, and the application's own name if pool is "".
+// PoolName returns the name of a pool of an application, and the application's own name if pool is "". Names
+// of applications have no dot, so they differ from all names of pools.
 func PoolName(app, pool string) string {
 	if pool == "" {
 		return app
@@ -435,11 +435,17 @@ func PoolName(app, pool string) string {
 	return app + "." + pool
 }
 
-// SplitPool returns the application and the pool of a name; pool is "" if the name is not that of a pool.
-func SplitPool(name string) (app, pool string) {
-	app, pool, _ = strings.Cut(name, ".")
-	if pool != PoolPrefill && pool != PoolDecode {
-		return name, ""
+// ByName groups pools by their applications, in the order of the first ones.
+func ByName(pools []*Application) [][]*Application {
+	var out [][]*Application
+	at := map[string]int{}
+	for _, a := range pools {
+		i, ok := at[a.Name]
+		if !ok {
+			i, at[a.Name] = len(out), len(out)
+			out = append(out, nil)
+		}
+		out[i] = append(out[i], a)
 	}
-	return app, pool
+	return out
 }

@@ -15,8 +15,41 @@ type Diff struct {
 	New  string
 }
 
-// Compare lists the values that differ between two forms of an application, sorted by path. It compares the
-// stored JSON, so that it covers every stored field. The order of arguments and ranks counts if nothing else
+// ComparePools lists what differs between two forms of an application's pools, sorted by path. A difference
+// that both pools have is the application's, the paths of other ones begin with the pool. The pools of both
+// forms are the same.
+func ComparePools(from, to []*Application) []Diff {
+	diffs := make([][]Diff, len(to))
+	for i := range to {
+		diffs[i] = Compare(from[i], to[i])
+	}
+	out := Join(to, diffs, func(pool string, d Diff) Diff {
+		d.Path = pool + "." + d.Path
+		return d
+	})
+	slices.SortFunc(out, func(a, b Diff) int { return strings.Compare(a.Path, b.Path) })
+	return out
+}
+
+// Join lists once what was found of every pool of an application. What was not found of all of them gets the
+// name of its pool.
+func Join[T comparable](pools []*Application, found [][]T, named func(pool string, t T) T) []T {
+	var out []T
+	for i, of := range found {
+		for _, t := range of {
+			if slices.ContainsFunc(found, func(other []T) bool { return !slices.Contains(other, t) }) {
+				t = named(pools[i].Pool, t)
+			}
+			if !slices.Contains(out, t) {
+				out = append(out, t)
+			}
+		}
+	}
+	return out
+}
+
+// Compare lists the values that differ between two forms of a pool, sorted by path. It compares the stored
+// JSON, so that it covers every stored field. The order of arguments and ranks counts if nothing else
 // differs.
 func Compare(from, to *Application) []Diff {
 	before, after := leaves(from), leaves(to)

@@ -23,19 +23,6 @@ const (
 	fourDecode = "decode: {data_parallel: {dp_size: 4}}"
 )
 
-func TestPoolNames(t *testing.T) {
-	t.Parallel()
-	for name, want := range map[string][2]string{
-		"pd": {"pd", ""}, "pd.prefill": {"pd", PoolPrefill}, "pd.decode": {"pd", PoolDecode},
-		"pd.other": {"pd.other", ""}, "": {"", ""},
-	} {
-		app, pool := SplitPool(name)
-		assert.Equal(t, want, [2]string{app, pool}, name)
-		assert.Equal(t, name, PoolName(app, pool))
-	}
-	assert.Equal(t, "pd", (&Application{Name: "pd.decode"}).AppName())
-}
-
 func TestTwoPools(t *testing.T) {
 	t.Parallel()
 	f := parsed(t, pd("kind: sim, args: {max_num_seqs: 64, seed: 1}, env: {A: x, B: y}",
@@ -47,7 +34,7 @@ func TestTwoPools(t *testing.T) {
 		"disaggregation: {decide: uncached>=512, colocate: no}"))
 	require.Len(t, f.Applications, 2)
 	p, d := f.Applications[0], f.Applications[1]
-	assert.Equal(t, []string{"pd.prefill", "pd.decode"}, []string{p.Name, d.Name})
+	assert.Equal(t, []string{"pd.prefill", "pd.decode"}, []string{p.PoolName(), d.PoolName()})
 	assert.Equal(t, []string{PoolPrefill, PoolDecode}, []string{p.Pool, d.Pool})
 	assert.Equal(t, []string{"pd.prefill/0/0", "pd.prefill/0/1"}, unitIDs(p))
 	assert.Equal(t, []string{"pd.decode/0", "pd.decode/1"}, unitIDs(d))
@@ -310,8 +297,8 @@ func drawPools(t *rapid.T, name string, names map[string]bool) []*Application {
 		own := *together
 		a.Disaggregation = &own
 	}
-	prefill.Name, prefill.Pool = PoolName(name, PoolPrefill), PoolPrefill
-	decode.Name, decode.Pool = PoolName(name, PoolDecode), PoolDecode
+	prefill.Name, prefill.Pool = name, PoolPrefill
+	decode.Name, decode.Pool = name, PoolDecode
 	return []*Application{&prefill, decode}
 }
 
@@ -382,4 +369,27 @@ func TestPrintSharesWhatBothPoolsHave(t *testing.T) {
       routing:
         policy: random
 `, string(f.Print()))
+}
+
+// What both pools have is the application's, the rest names its pool.
+func TestComparePools(t *testing.T) {
+	t.Parallel()
+	of := func(seed int64, ranks ...int) (pools []*Application) {
+		for i, pool := range []string{PoolPrefill, PoolDecode} {
+			pools = append(pools, &Application{
+				Name: "pd", Pool: pool, NumReplicas: ranks[i],
+				Engine: Engine{Args: Args{{"seed", seed}}},
+			})
+		}
+		return pools
+	}
+	assert.Empty(t, ComparePools(of(1, 2, 4), of(1, 2, 4)))
+	assert.Equal(t, []Diff{
+		{"decode.num_replicas", "4", "5"},
+		{"engine.args.seed", "1", "2"},
+		{"prefill.num_replicas", "2", "3"},
+	}, ComparePools(of(1, 2, 4), of(2, 3, 5)))
+	assert.Equal(t, []Diff{{"num_replicas", "2", "3"}}, ComparePools(of(1, 2, 2), of(1, 3, 3)))
+	one := []*Application{{Name: "one"}}
+	assert.Equal(t, []string{"x"}, Join(one, [][]string{{"x", "x"}}, nil))
 }

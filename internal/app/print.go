@@ -14,23 +14,14 @@ import (
 func (f *File) Print() []byte {
 	var p page
 	p.line(0, "applications:")
-	for _, a := range f.Applications {
-		switch decode := named(f.Applications, PoolName(a.AppName(), PoolDecode)); {
-		case a.Pool == PoolPrefill && decode != nil:
-			p.item(1, reflect.ValueOf(foldPools(a, decode)))
-		case a.Pool == "":
-			p.item(1, reflect.ValueOf(withoutImplied(*a)))
+	for _, pools := range ByName(f.Applications) {
+		if len(pools) == 2 {
+			p.item(1, reflect.ValueOf(joinPools(pools[0], pools[1])))
+		} else {
+			p.item(1, reflect.ValueOf(withoutImplied(*pools[0])))
 		}
 	}
 	return p.text
-}
-
-// named returns the application with a name, nil if there is none.
-func named(apps []*Application, name string) *Application {
-	if i := slices.IndexFunc(apps, func(a *Application) bool { return a.Name == name }); i >= 0 {
-		return apps[i]
-	}
-	return nil
 }
 
 // withoutImplied removes the values that follow from others.
@@ -48,16 +39,15 @@ func withoutImplied(a Application) Application {
 	return a
 }
 
-// foldPools returns the application that two pools are. Values that both have are the application's, except
-// for sizes, all others are in its sides. Parse of it gives the pools again.
-func foldPools(prefill, decode *Application) draft {
+// joinPools returns the entry of the file that two pools are. Values that both have are the application's,
+// except for sizes, all others are in its sides. Parse of it gives the pools again.
+func joinPools(prefill, decode *Application) draft {
 	first, second := withoutImplied(*prefill), withoutImplied(*decode)
 	ranks := slices.Concat(first.Engine.Ranks, second.Engine.Ranks)
 	first.Engine.Ranks, second.Engine.Ranks = nil, nil
 	out := draft{Application: second, Prefill: sideOf(&first), Decode: sideOf(&second)}
-	out.Name = decode.AppName()
 	shared := out.Decode
-	foldValues(reflect.ValueOf(&shared).Elem(), reflect.ValueOf(&out.Prefill).Elem(),
+	joinValues(reflect.ValueOf(&shared).Elem(), reflect.ValueOf(&out.Prefill).Elem(),
 		reflect.ValueOf(&out.Decode).Elem())
 	devices, others := &first.Resources, &second.Resources
 	shared.Resources.GPUsSet = devices.GPUsSet && others.GPUsSet && devices.GPUs == others.GPUs
@@ -77,9 +67,9 @@ func foldPools(prefill, decode *Application) draft {
 	return out
 }
 
-// foldValues resets the values that two sides have in common in both, and the other ones in shared, which is
+// joinValues resets the values that two sides have in common in both, and the other ones in shared, which is
 // a copy of the second side.
-func foldValues(shared, first, second reflect.Value) {
+func joinValues(shared, first, second reflect.Value) {
 	for _, k := range keysOf(shared.Type()) {
 		if k.isLater {
 			continue
@@ -87,7 +77,7 @@ func foldValues(shared, first, second reflect.Value) {
 		s, a, b := shared.FieldByIndex(k.field), first.FieldByIndex(k.field), second.FieldByIndex(k.field)
 		switch {
 		case s.Kind() == reflect.Struct:
-			foldValues(s, a, b)
+			joinValues(s, a, b)
 		case reflect.DeepEqual(a.Interface(), b.Interface()):
 			k.reset(a)
 			k.reset(b)

@@ -86,9 +86,9 @@ func (a *Application) WithRank(r AttachRank, busy func(rank int) bool) (*Applica
 		n++
 	}
 	if n >= MaxDPSize || len(numbers) >= MaxDPSize {
-		return nil, 0, problem.New(problem.Conflict, "add a rank: %s has %d of at most %d ranks", a.Name,
-			len(numbers), MaxDPSize).
-			WithHint("remove one first: dpserve ranks remove %s URL", a.Name)
+		return nil, 0, problem.New(problem.Conflict, "add a rank: %s has %d of at most %d ranks",
+			a.PoolName(), len(numbers), MaxDPSize).
+			WithHint("remove one first: dpserve ranks remove %s URL", a.PoolName())
 	}
 	at := slices.IndexFunc(numbers, func(m int) bool { return m > n })
 	if at < 0 {
@@ -113,8 +113,8 @@ func (a *Application) WithoutRank(ref RankRef) (*Application, AttachRank, error)
 	}
 	if len(numbers) == 1 && a.Pool != PoolPrefill { // without prefill ranks, decode ranks compute prompts
 		return nil, AttachRank{}, problem.New(problem.Conflict, "remove a rank: %s is the last one of %s",
-			a.Engine.Ranks[at].Address(), a.Name).
-			WithHint("add another one first, or end the application: dpserve delete %s", a.AppName())
+			a.Engine.Ranks[at].Address(), a.PoolName()).
+			WithHint("add another one first, or end the application: dpserve delete %s", a.Name)
 	}
 	gone, n := a.Engine.Ranks[at], numbers[at]
 	gone.Number = &n
@@ -152,13 +152,13 @@ func (a *Application) checkChangeable(verb string) error {
 	switch {
 	case a.Engine.Kind != KindAttach:
 		return err("%s is of kind %s: dpserve starts its engines, and their number is the file's",
-			"change num_replicas and deploy the file", a.Name, a.Engine.Kind)
+			"change num_replicas and deploy the file", a.PoolName(), a.Engine.Kind)
 	case a.DataParallel.Coupling == Lockstep:
 		return err("the ranks of %s are one lockstep group, which starts and fails as one",
-			"change engine.ranks and deploy the file: all of them start anew", a.Name)
+			"change engine.ranks and deploy the file: all of them start anew", a.PoolName())
 	case a.NumGroups > 1:
 		return err("%s has %d groups, and groups are of one size",
-			"change engine.ranks in every group and deploy the file", a.Name, a.NumGroups)
+			"change engine.ranks in every group and deploy the file", a.PoolName(), a.NumGroups)
 	}
 	return nil
 }
@@ -171,13 +171,13 @@ func (a *Application) CheckAttachable(r *AttachRank) error {
 		case old.URL != r.URL:
 		case old.Address() == r.Address():
 			return problem.New(problem.Conflict, "add a rank: %s is attached already, as %s/%d/%d",
-				r.Address(), a.Name, old.Group, n).
+				r.Address(), a.PoolName(), old.Group, n).
 				WithHint("every rank is an engine of its own; several ranks behind one url are told apart " +
 					"by selector")
 		case old.Address() == old.URL, r.Address() == r.URL:
 			return problem.New(problem.Conflict,
 				"add a rank: %s/%d/%d stands for %s, so %s cannot stand for a part or the whole of it",
-				a.Name, old.Group, n, old.Address(), r.Address()).
+				a.PoolName(), old.Group, n, old.Address(), r.Address()).
 				WithHint("address every rank behind this url by selector, or the url as a whole")
 		}
 	}
@@ -197,11 +197,11 @@ func (a *Application) findRank(ref RankRef, numbers []int) (int, error) {
 	case 1:
 		return found[0], nil
 	case 0:
-		return 0, problem.New(problem.NotFound, "there is no rank %s", ref.in(a.Name)).
+		return 0, problem.New(problem.NotFound, "there is no rank %s", ref.in(a.PoolName())).
 			WithHint("its ranks are listed below").WithDetails(a.rankLines(numbers, nil)...)
 	default:
 		return 0, problem.New(problem.Conflict, "remove a rank: %d ranks of %s are behind %s", len(found),
-			a.Name, ref.URL).
+			a.PoolName(), ref.URL).
 			WithHint("name one of those below by its number or its selector").
 			WithDetails(a.rankLines(numbers, found)...)
 	}

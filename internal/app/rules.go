@@ -114,7 +114,7 @@ func (a *draft) claim(by claims) {
 	if a.Pool == PoolPrefill {
 		return
 	}
-	a.d.claim(by.names, a.at("name"), "application name", a.AppName())
+	a.d.claim(by.names, a.at("name"), "application name", a.Name)
 	if a.RoutePrefix != "/" {
 		a.d.claim(by.routes, a.at("route_prefix"), "route prefix", a.RoutePrefix)
 	}

@@ -80,7 +80,7 @@ func (a splitter) split() []*draft {
 // pool returns one pool as a draft of its own: the application with what the pool has for itself.
 func (a splitter) pool(pool string, written *cursor) *draft {
 	p := &draft{Application: a.Application, path: a.at(pool), whole: a.path, d: a.d}
-	p.Name, p.Pool = PoolName(a.Name, pool), pool
+	p.Pool = pool
 	together := *a.Disaggregation
 	p.Disaggregation = &together
 	p.Engine.Ranks = nil

@@ -37,7 +37,7 @@ func launchedServer(st *state.State, a *app.Application, group, rank int) (strin
 		rank = 0
 	}
 	for _, u := range st.Units {
-		if u.App != a.Name || u.Group != group {
+		if u.PoolName() != a.PoolName() || u.Group != group {
 			continue
 		}
 		r := slices.IndexFunc(u.Ranks, func(r state.RankGrant) bool { return r.Rank == rank })

@@ -17,11 +17,12 @@ func TestBootstrapServerOfLaunchedRanks(t *testing.T) {
 	st := &state.State{
 		Units: map[string]*state.Unit{
 			"pd.prefill/0": {
-				App: "pd.prefill", Ranks: []state.RankGrant{{Rank: 0, Node: "a"}, {Rank: 1, Node: "b"}},
+				App: "pd", Pool: "prefill",
+				Ranks:  []state.RankGrant{{Rank: 0, Node: "a"}, {Rank: 1, Node: "b"}},
 				Blocks: []state.Block{{Node: "a", Base: 20000}, {Node: "b", Base: 21000}},
 			},
 			"pd.prefill/1/1": {
-				App: "pd.prefill", Group: 1, Ranks: []state.RankGrant{{Rank: 1, Node: "c"}},
+				App: "pd", Pool: "prefill", Group: 1, Ranks: []state.RankGrant{{Rank: 1, Node: "c"}},
 				Blocks: []state.Block{{Node: "c", Base: 22000}},
 			},
 		},
@@ -39,7 +40,8 @@ func TestBootstrapServerOfLaunchedRanks(t *testing.T) {
 		{app.TransferSGLang, app.Independent, 1, 1, "http://127.0.0.1:22004"},
 		{app.TransferSGLang, app.Independent, 1, 0, ""},
 	} {
-		a := &app.Application{Name: "pd.prefill", Disaggregation: &app.Disaggregation{Transfer: c.transfer}}
+		a := &app.Application{Name: "pd", Pool: app.PoolPrefill}
+		a.Disaggregation = &app.Disaggregation{Transfer: c.transfer}
 		a.DataParallel.DPSize, a.DataParallel.Coupling = 2, c.coupling
 		got, _, err := engine.BootstrapServer(st, a, c.group, c.rank)
 		assert.Equal(t, c.want, got)

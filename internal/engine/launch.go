@@ -129,7 +129,7 @@ func attachProfile(s *Spec, _ []string) (Launch, error) {
 	r := s.App.Engine.Rank(s.Group, s.Rank)
 	if r == nil {
 		return Launch{}, problem.New(problem.InvalidArgument,
-			"app %s declares no engine for rank %d of group %d", s.App.Name, s.Rank, s.Group).
+			"app %s declares no engine for rank %d of group %d", s.App.PoolName(), s.Rank, s.Group).
 			WithHint("add it to engine.ranks or lower data_parallel.dp_size")
 	}
 	return Launch{

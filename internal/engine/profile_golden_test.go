@@ -40,7 +40,7 @@ func launched(kind app.Kind, coupling app.Coupling, dpSize int, args ...app.Arg)
 }
 
 func inPool(a *app.Application, pool, transfer string) *app.Application {
-	a.Name, a.Pool = app.PoolName("demo", pool), pool
+	a.Name, a.Pool = "demo", pool
 	a.Disaggregation = &app.Disaggregation{Transfer: transfer}
 	return a
 }

@@ -227,7 +227,7 @@ func TestBootstrapPortOfALaunchedRank(t *testing.T) {
 			}
 		}
 		st := &state.State{Units: map[string]*state.Unit{"u": {
-			App: c.a.Name, Ranks: []state.RankGrant{{Rank: c.rank, Node: "n"}},
+			App: c.a.Name, Pool: c.a.Pool, Ranks: []state.RankGrant{{Rank: c.rank, Node: "n"}},
 			Blocks: []state.Block{{Node: "n", Base: 20000}},
 		}}}
 		address, _, err := engine.BootstrapServer(st, c.a, 0, c.rank)

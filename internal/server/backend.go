@@ -42,8 +42,9 @@ func (b *backend) Deploy(ctx context.Context, req client.DeployRequest) (api.Dep
 	if err != nil {
 		return api.DeployResult{}, err
 	}
-	r, changes, err := controller.DeployChanges(ctx, l.control, file.Applications, req.Revision, req.Prune,
-		req.Partial)
+	r, changes, err := l.control.Deploy(ctx, controller.Deployment{
+		Apps: file.Applications, Seen: req.Revision, Prune: req.Prune, Partial: req.Partial,
+	})
 	if err != nil {
 		return api.DeployResult{}, err
 	}
@@ -64,12 +65,6 @@ func (b *backend) Plan(_ context.Context, req client.DeployRequest) (client.Plan
 }
 
 func (b *backend) Apps(ctx context.Context) ([]client.AppStatus, error) {
-	list, err := b.storedApps(ctx)
-	return controller.FoldStatuses(list), err
-}
-
-// storedApps returns the status of each stored application, which may be one of two pools.
-func (b *backend) storedApps(ctx context.Context) ([]client.AppStatus, error) {
 	l, err := b.n.requireLeader()
 	if err != nil {
 		return nil, err
@@ -82,8 +77,12 @@ func (b *backend) storedApps(ctx context.Context) ([]client.AppStatus, error) {
 	}
 	reported.AddTo(list)
 	for i := range list {
+		answers := list[i].Name // the pool that answers requests
+		if n := len(list[i].Pools); n > 0 {
+			answers = list[i].Pools[n-1].Name
+		}
 		if in := b.n.ingress; in != nil {
-			list[i].Index, list[i].Identity = in.Index(list[i].Name), in.Identity(list[i].Name)
+			list[i].Index, list[i].Identity = in.Index(answers), in.Identity(answers)
 		}
 	}
 	return list, nil
@@ -140,24 +139,11 @@ func (b *backend) Workers(_ context.Context, name string) ([]string, error) {
 }
 
 func (b *backend) App(ctx context.Context, name string) (client.AppStatus, error) {
-	stored, err := b.storedApps(ctx)
+	list, err := b.Apps(ctx)
 	if err != nil {
 		return client.AppStatus{}, err
 	}
-	if i := slices.IndexFunc(stored, func(a client.AppStatus) bool { return a.Name == name }); i >= 0 {
-		if _, pool := app.SplitPool(name); pool != "" {
-			return stored[i], nil
-		}
-	}
-	list := controller.FoldStatuses(stored)
-	names := make([]string, 0, len(list))
-	for i := range list {
-		if list[i].Name == name {
-			return list[i], nil
-		}
-		names = append(names, list[i].Name)
-	}
-	return client.AppStatus{}, state.UnknownApp(name, names)
+	return api.FindApp(list, name)
 }
 
 func (b *backend) Delete(ctx context.Context, name string) error {
@@ -334,12 +320,10 @@ func (v localView) Statuses(context.Context) (msg.NodeCounts, error) {
 		Ranks: v.n.node.RankStatuses(), Queued: map[string]int{}, Pairs: map[string]client.PDStatus{},
 	}
 	if in := v.n.ingress; in != nil {
-		for name := range v.n.store.State().Apps {
-			counts.Queued[name] = in.QueueLen(name)
-			if own, pool := app.SplitPool(name); pool == app.PoolDecode {
-				if pd, ok := in.PairStatus(own); ok {
-					counts.Pairs[own] = pd
-				}
+		for a, p := range v.n.store.State().Pools() {
+			counts.Queued[a.Name] += in.QueueLen(p.PoolName())
+			if pd, ok := in.PairStatus(a.Name); ok {
+				counts.Pairs[a.Name] = pd
 			}
 		}
 	}

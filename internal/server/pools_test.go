@@ -33,10 +33,12 @@ func TestPrefillRanksComeAndGo(t *testing.T) {
 
 	c, err := add("", `{"url": "http://127.0.0.1:2", "role": "prefill"}`)
 	require.NoError(t, err)
-	assert.Equal(t, client.RankChange{App: "pd.prefill", URL: "http://127.0.0.1:2", Revision: 2}, c)
+	assert.Equal(t, client.RankChange{App: "pd", Pool: "prefill", URL: "http://127.0.0.1:2", Revision: 2}, c)
 	c, err = add("pd", `{"url": "http://127.0.0.1:3"}`)
 	require.NoError(t, err)
-	assert.Equal(t, client.RankChange{App: "pd.decode", Rank: 1, URL: "http://127.0.0.1:3", Revision: 3}, c)
+	assert.Equal(t, client.RankChange{
+		App: "pd", Pool: "decode", Rank: 1, URL: "http://127.0.0.1:3", Revision: 3,
+	}, c)
 	a, err = b.App(t.Context(), "pd")
 	require.NoError(t, err)
 	assert.Equal(t, uint64(3), a.Revision)
@@ -67,7 +69,7 @@ func TestPrefillRanksComeAndGo(t *testing.T) {
 
 	c, err = remove("pd", app.RankRef{Rank: 1})
 	require.NoError(t, err, "only the decode pool has it")
-	assert.Equal(t, "pd.decode", c.App)
+	assert.Equal(t, "decode", c.Pool)
 	c, err = remove("pd.prefill", app.RankRef{})
 	require.NoError(t, err)
 	assert.Equal(t, "http://127.0.0.1:2", c.URL)

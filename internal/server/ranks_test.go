@@ -49,8 +49,8 @@ const (
 
 func (b *backend) spec(t *testing.T, name string) *app.Application {
 	t.Helper()
-	a, err := b.n.store.State().Apps[name].Application()
-	require.NoError(t, err)
+	_, a := b.n.store.State().Pool(name)
+	require.NotNil(t, a)
 	return a
 }
 
@@ -149,18 +149,20 @@ func TestDeployReplacesRankChanges(t *testing.T) {
 	res, err := b.Deploy(t.Context(), client.DeployRequest{File: "printed.yaml", Text: printed})
 	require.NoError(t, err)
 	require.Len(t, res.Changes, 1)
-	assert.Equal(t, client.ActionUnchanged, res.Changes[0].Action)
 	assert.Equal(t, client.EffectUnchanged, res.Changes[0].Effect)
 
 	res, err = b.Deploy(t.Context(), client.DeployRequest{File: "app.yaml", Text: []byte(edgeFile)})
 	require.NoError(t, err)
 	require.Len(t, res.Changes, 1)
 	change := res.Changes[0]
-	assert.Equal(t, client.ActionReplace, change.Action)
 	assert.Equal(t, client.EffectScale, change.Effect)
+	var paths []string
+	for _, d := range change.Diffs {
+		paths = append(paths, d.Path)
+	}
 	assert.Equal(t, []string{
 		"data_parallel.dp_size", "engine.ranks[http://127.0.0.1:3 selector 4]", "num_replicas",
-	}, change.Fields)
+	}, paths)
 	assert.Equal(t, []string{"0/2 http://127.0.0.1:3 selector 4"}, change.Gone)
 }
 

@@ -407,7 +407,8 @@ func metricsHandler(n *Node) http.Handler {
 			}
 		}
 		if n.ingress != nil {
-			for name := range n.store.State().Apps {
+			for _, p := range n.store.State().Pools() {
+				name := p.PoolName()
 				if ix := n.ingress.Index(name); ix != nil {
 					indexes = append(indexes, telemetry.AppIndex{
 						App: name, Blocks: ix.Blocks, Bytes: ix.Bytes, Evicted: ix.Evicted,

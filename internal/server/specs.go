@@ -38,27 +38,12 @@ func decideRule(a *app.Application) (string, error) {
 	return path, err
 }
 
-// appOf returns the current application of a name; nil if there is none that can be read.
-func appOf(st *state.State, name string) *app.Application {
-	stored := st.Apps[name]
-	if stored == nil {
-		return nil
-	}
-	a, err := stored.Application()
-	if err != nil {
-		return nil
-	}
-	return a
-}
-
 // longestGrace returns the longest drain time of all applications. Each unit still ends with the time of its
 // own application.
 func longestGrace(st *state.State) time.Duration {
 	var longest time.Duration
-	for name := range st.Apps {
-		if a := appOf(st, name); a != nil {
-			longest = max(longest, app.Seconds(a.GracefulShutdownTimeout))
-		}
+	for _, p := range st.Pools() {
+		longest = max(longest, app.Seconds(p.GracefulShutdownTimeout))
 	}
 	return longest
 }
@@ -68,8 +53,11 @@ func replicaFactory(n *Node, t dpserver.Timers) *dpserver.Factory {
 	return &dpserver.Factory{
 		System: n.system, Hub: n.hub, Assigner: n.leader, NewEngine: dpserver.NewClient(viaProbes(n)),
 		PrefillTime: prefillTime, Timers: t, Log: n.log,
-		Secret:  func() []byte { return n.store.State().Secret },
-		App:     func(name string) *app.Application { return appOf(n.store.State(), name) },
+		Secret: func() []byte { return n.store.State().Secret },
+		App: func(pool string) *app.Application {
+			_, a := n.store.State().Pool(pool)
+			return a
+		},
 		Address: n.cfg.Advertise,
 		Lease:   func() bool { return n.node.Admits() },
 		Replays: kvevents.NewReplays(), DialEvents: n.cfg.dialEvents(), ListenEvents: n.cfg.listenEvents(),

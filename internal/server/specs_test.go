@@ -191,7 +191,7 @@ func TestDeployTakesJSON(t *testing.T) {
 	res, err := b.Deploy(t.Context(), client.DeployRequest{File: "app.json", Text: text})
 	require.NoError(t, err)
 	assert.Equal(t, []client.Change{{
-		App: "edge", Action: client.ActionUnchanged,
+		App:    "edge",
 		Impact: client.Impact{Effect: client.EffectUnchanged, RanksBefore: 1, RanksAfter: 1},
 	}}, res.Changes)
 

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	"encoding/json"
+	"iter"
 	"maps"
 	"slices"
 	"strings"
@@ -106,6 +107,31 @@ func (s *State) Public() *State {
 	return c
 }
 
+// Pools yields the pools of all applications that can be read.
+func (s *State) Pools() iter.Seq2[*App, *app.Application] {
+	return func(yield func(*App, *app.Application) bool) {
+		for _, a := range s.Apps {
+			pools, _ := a.Pools()
+			for _, p := range pools {
+				if !yield(a, p) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// Pool returns the pool with a name (app.Application.PoolName), and its application; nil if there is none
+// that can be read.
+func (s *State) Pool(name string) (*App, *app.Application) {
+	for a, p := range s.Pools() {
+		if p.PoolName() == name {
+			return a, p
+		}
+	}
+	return nil, nil
+}
+
 // Encode returns the whole state in the form of a snapshot.
 //
 //nolint:gosec // the secret belongs into the snapshot, which lies in the data dir
@@ -163,12 +189,7 @@ func (s *State) putApps(c *PutApps) (Result, error) {
 		}
 		changed = changed || put
 	}
-	ended, err := endApps(s, next, c)
-	if err != nil {
-		return Result{}, err
-	}
-	alignPools(next, c.Apps)
-	changed = c.Prune && markUnlisted(next, c.Apps) || ended || changed
+	changed = c.Prune && markUnlisted(next, c.Apps) || changed
 	if err := checkNames(next); err != nil {
 		return Result{}, err
 	}
@@ -214,7 +235,7 @@ func (s *State) putApp(next map[string]*App, spec *AppSpec, expect map[string]ui
 		Spec: canonical, Names: slices.Clone(spec.Names), Route: spec.Route,
 	}
 	if old != nil {
-		a.Revision, a.Previous = old.Revision+1, old.Spec
+		a.Revision = old.Revision + 1
 	}
 	a.decode()
 	next[spec.Name] = a
@@ -272,7 +293,7 @@ func markDeleting(a *App) *App {
 }
 
 // checkNames refuses a model name, or a route other than "/", that two applications share. Applications that
-// are being deleted do not count. A prefill pool has neither.
+// are being deleted do not count.
 func checkNames(apps map[string]*App) error {
 	names, routes := map[string]string{}, map[string]string{}
 	for _, name := range slices.Sorted(maps.Keys(apps)) {
@@ -284,61 +305,20 @@ func checkNames(apps map[string]*App) error {
 			if other, taken := names[n]; taken && other != name {
 				return problem.New(problem.Conflict,
 					"put apps: %w: applications %q and %q both serve the model %q", ErrNameTaken,
-					namesOf(other)[0], namesOf(name)[0], n).
+					other, name, n).
 					WithHint("give one of them another model.id, alias or adapter id")
 			}
 			names[n] = name
 		}
-		if other, taken := routes[a.Route]; taken && a.Route != rootRoute && a.Route != "" {
+		if other, taken := routes[a.Route]; taken && a.Route != rootRoute {
 			return problem.New(problem.Conflict,
 				"put apps: %w: applications %q and %q both have route_prefix %s", ErrRouteTaken,
-				namesOf(other)[0], namesOf(name)[0], a.Route).
+				other, name, a.Route).
 				WithHint("give one of them another route_prefix; only / may be shared")
 		}
 		routes[a.Route] = name
 	}
 	return nil
-}
-
-// endApps marks applications as deleting and reports whether that changed one.
-func endApps(s *State, next map[string]*App, c *PutApps) (changed bool, err error) {
-	for _, name := range c.End {
-		if slices.ContainsFunc(c.Apps, func(a AppSpec) bool { return a.Name == name }) {
-			return false, problem.New(problem.InvalidArgument,
-				"put apps: %w: application %q is put and ended",
-				ErrBadCommand, name)
-		}
-		if err := checkExpect(name, s.Apps[name], c.Expect); err != nil {
-			return false, err
-		}
-		if a := next[name]; a != nil && !a.Deleting {
-			next[name], changed = markDeleting(a), true
-		}
-	}
-	return changed, nil
-}
-
-// alignPools gives both pools of an application one revision: a change of either is one of the application.
-func alignPools(next map[string]*App, specs []AppSpec) {
-	for i := range specs {
-		name := specs[i].Name
-		if _, pool := app.SplitPool(name); pool == "" {
-			continue
-		}
-		pools := namesOf(name)[1:]
-		newer, older := next[pools[0]], next[pools[1]]
-		if newer == nil || older == nil || newer.Deleting || older.Deleting {
-			continue
-		}
-		if newer.Revision < older.Revision {
-			newer, older = older, newer
-		}
-		if newer.Revision > older.Revision {
-			raised := *older
-			raised.Revision, raised.ChangedAt = newer.Revision, newer.ChangedAt
-			next[older.Name] = &raised
-		}
-	}
 }
 
 // deleteApp marks an application as deleting. A second command changes nothing.
@@ -371,7 +351,7 @@ func (s *State) forgetApp(c *ForgetApp) error {
 		}
 	}
 	delete(s.Apps, c.Name)
-	maps.DeleteFunc(s.Served, func(unit, _ string) bool { return strings.HasPrefix(unit, c.Name+"/") })
+	maps.DeleteFunc(s.Served, func(unit, _ string) bool { return appOfUnit(unit) == c.Name })
 	s.Revisions[c.Name] = a.Revision
 	s.dropOldNames()
 	return nil
@@ -384,13 +364,17 @@ const maxGoneNames = 1024
 // name without an entry counts as having the floor's number. The floor is at least as high as every dropped
 // number, so no name comes back with a number that it had before.
 func (s *State) dropOldNames() {
-	gone := func(unit string) bool {
-		name, _, _ := strings.Cut(unit, "/")
-		return s.Units[unit] == nil && s.Apps[name] == nil
-	}
-	s.EpochFloor = max(s.EpochFloor, dropLowest(s.Epochs, gone))
+	s.EpochFloor = max(s.EpochFloor, dropLowest(s.Epochs,
+		func(unit string) bool { return s.Units[unit] == nil && s.Apps[appOfUnit(unit)] == nil }))
 	s.RevisionFloor = max(s.RevisionFloor, dropLowest(s.Revisions,
 		func(name string) bool { return s.Apps[name] == nil }))
+}
+
+// appOfUnit returns the application of a unit's name, whose own name has no dot and no slash.
+func appOfUnit(unit string) string {
+	pool, _, _ := strings.Cut(unit, "/")
+	name, _, _ := strings.Cut(pool, ".")
+	return name
 }
 
 // dropLowest drops all but maxGoneNames of the entries that may go and returns the highest number that it
@@ -424,20 +408,12 @@ func (s *State) LastEpoch(unit string) uint64 {
 	return s.EpochFloor
 }
 
-// lastRevision returns a number at least as high as every revision that the application had, with one pool or
-// with two.
+// lastRevision returns a number at least as high as every revision that the application had.
 func (s *State) lastRevision(name string) uint64 {
-	last, ok := s.Revisions[name]
-	if !ok {
-		last = s.RevisionFloor
+	if last, ok := s.Revisions[name]; ok {
+		return last
 	}
-	for _, n := range namesOf(name) {
-		last = max(last, s.Revisions[n])
-		if a := s.Apps[n]; a != nil {
-			last = max(last, a.Revision)
-		}
-	}
-	return last
+	return s.RevisionFloor
 }
 
 func (s *State) unknownAppError(name string) error {
@@ -472,7 +448,7 @@ func (s *State) grantGroup(c *GrantGroup) (Result, error) {
 
 func (s *State) newUnit(c *GrantGroup, g *UnitGrant) *Unit {
 	u := &Unit{
-		ID: g.Unit, App: c.App, Group: c.Group, Phase: Starting,
+		ID: g.Unit, App: c.App, Pool: c.Pool, Group: c.Group, Phase: Starting,
 		Epoch: max(s.LastEpoch(g.Unit), s.EpochLeast) + 1, Attempt: g.Attempt, AppRevision: c.AppRevision,
 		Launch: g.Launch, Ranks: slices.Clone(g.Ranks), Blocks: slices.Clone(g.Blocks), Since: c.At,
 		Restarts: max(0, g.Restarts),

@@ -8,20 +8,20 @@ import (
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/share"
 )
 
 // drawCommand makes commands that are often right and often wrong.
 func drawCommand(t *rapid.T, s *State) Command {
-	name := rapid.SampledFrom([]string{"x", "y", "x.prefill", "x.decode"}).Draw(t, "app")
-	unit := fmt.Sprintf("%s/0/%d", name, rapid.IntRange(0, 2).Draw(t, "rank"))
+	name := rapid.SampledFrom([]string{"x", "y"}).Draw(t, "app")
+	pool := rapid.SampledFrom([]string{"", app.PoolPrefill, app.PoolDecode}).Draw(t, "pool")
+	unit := fmt.Sprintf("%s/0/%d", app.PoolName(name, pool), rapid.IntRange(0, 2).Draw(t, "rank"))
 	epoch := s.Epochs[unit]
 	if rapid.IntRange(0, 5).Draw(t, "stale") == 0 {
 		epoch += uint64(rapid.IntRange(0, 2).Draw(t, "off"))
 	}
-	switch rapid.IntRange(0, 14).Draw(t, "kind") {
-	case 14:
-		return drawTurn(t)
+	switch rapid.IntRange(0, 13).Draw(t, "kind") {
 	case 10, 11, 12:
 		return drawNodeCommand(t)
 	case 13:
@@ -45,21 +45,8 @@ func drawCommand(t *rapid.T, s *State) Command {
 	case 6:
 		return Command{Release: ref(unit, epoch)}
 	default:
-		return drawGrant(t, s, name)
+		return drawGrant(t, s, name, pool)
 	}
-}
-
-// drawTurn gives the application x two pools or one.
-func drawTurn(t *rapid.T) Command {
-	version := func() string { return rapid.SampledFrom([]string{"1", "2"}).Draw(t, "v") }
-	if rapid.Bool().Draw(t, "one pool") {
-		return Command{PutApps: &PutApps{
-			Apps: []AppSpec{spec("x", version(), "m")}, End: []string{"x.prefill", "x.decode"},
-		}}
-	}
-	p, d := spec("x.prefill", version()), spec("x.decode", version(), "m")
-	p.Names, p.Route = nil, ""
-	return Command{PutApps: &PutApps{Apps: []AppSpec{p, d}, End: []string{"x"}}}
 }
 
 func drawNodeCommand(t *rapid.T) Command {
@@ -93,13 +80,14 @@ func drawTokenCommand(t *rapid.T) Command {
 	return use(hash, fmt.Sprint("u", rapid.IntRange(0, 3).Draw(t, "uid")), at)
 }
 
-func drawGrant(t *rapid.T, s *State, name string) Command {
-	g := &GrantGroup{App: name, AppRevision: 1}
+func drawGrant(t *rapid.T, s *State, name, pool string) Command {
+	g := &GrantGroup{App: name, Pool: pool, AppRevision: 1}
 	if a := s.Apps[name]; a != nil {
 		g.AppRevision = a.Revision
 	}
 	if rapid.Bool().Draw(t, "lockstep") {
-		u := UnitGrant{Unit: name + "/0", ExpectEpoch: s.Epochs[name+"/0"], Attempt: 1, Blocks: drawBlock(t)}
+		id := g.PoolName() + "/0"
+		u := UnitGrant{Unit: id, ExpectEpoch: s.Epochs[id], Attempt: 1, Blocks: drawBlock(t)}
 		for r := range rapid.IntRange(1, 3).Draw(t, "ranks") {
 			u.Ranks = append(u.Ranks, drawRank(t, r))
 		}
@@ -107,7 +95,7 @@ func drawGrant(t *rapid.T, s *State, name string) Command {
 		return Command{GrantGroup: g}
 	}
 	for _, r := range rapid.SliceOfNDistinct(rapid.IntRange(0, 2), 1, 3, rapid.ID[int]).Draw(t, "units") {
-		id := fmt.Sprintf("%s/0/%d", name, r)
+		id := fmt.Sprintf("%s/0/%d", g.PoolName(), r)
 		g.Units = append(g.Units, UnitGrant{
 			Unit: id, ExpectEpoch: s.Epochs[id], Attempt: 1, Ranks: []RankGrant{drawRank(t, r)},
 			Blocks: drawBlock(t),
@@ -148,7 +136,7 @@ func checkState(t require.TestingT, s *State) {
 			continue
 		}
 		for _, r := range u.Ranks {
-			hold(id, fmt.Sprint("rank ", u.App, u.Group, "/", r.Rank))
+			hold(id, fmt.Sprint("rank ", u.PoolName(), u.Group, "/", r.Rank))
 			if r.Slot >= 0 {
 				hold(id, fmt.Sprint("slot ", r.Node, r.Slot))
 			}
@@ -174,12 +162,9 @@ func checkState(t require.TestingT, s *State) {
 			}
 		}
 	}
-	if p, d := s.Apps["x.prefill"], s.Apps["x.decode"]; p != nil && d != nil && !p.Deleting && !d.Deleting {
-		require.Equal(t, p.Revision, d.Revision, "the pools of an application have one revision")
-	}
 }
 
-// checkRevisions says that revisions only grow, also when an application gets other pools.
+// checkRevisions says that revisions only grow.
 func checkRevisions(t *rapid.T, before, after *State) {
 	for name, a := range after.Apps {
 		was := before.Apps[name]

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -50,21 +51,18 @@ type Init struct {
 // AppSpec is one application of a PutApps.
 type AppSpec struct {
 	Name  string          `json:"name"`
-	Spec  json.RawMessage `json:"spec"`
+	Spec  json.RawMessage `json:"spec"` // as in App
 	Names []string        `json:"names"`
-	Route string          `json:"route"` // "": none, of a prefill pool
+	Route string          `json:"route"`
 }
 
 // PutApps creates or replaces the apps that it lists. Other apps stay unless Prune is set. An app whose Spec
-// is byte-equal does not change, but both pools of an application always have one revision.
+// is byte-equal does not change.
 type PutApps struct {
 	Apps []AppSpec `json:"apps"`
 	// app → revision the caller saw; 0 = must not exist; missing = any
 	Expect map[string]uint64 `json:"expect,omitempty"`
 	Prune  bool              `json:"prune,omitempty"`
-	// apps that end with this command, as by DeleteApp: both pools of an application, or what an application
-	// was before it had pools. Those that do not exist are passed over
-	End []string `json:"end,omitempty"`
 }
 
 // DeleteApp marks an app as deleting.
@@ -80,11 +78,15 @@ type ForgetApp struct {
 // GrantGroup starts units in one command, all or none, each at its next epoch.
 type GrantGroup struct {
 	App         string      `json:"app"`
+	Pool        string      `json:"pool,omitempty"` // as in Unit
 	AppRevision uint64      `json:"app_revision"`
 	Group       int         `json:"group"`
 	Units       []UnitGrant `json:"units"`
 	At          int64       `json:"at,omitempty"` // Unit.Since of all of them
 }
+
+// PoolName names the pool of the group, as app.Application.PoolName.
+func (g *GrantGroup) PoolName() string { return app.PoolName(g.App, g.Pool) }
 
 // UnitGrant is one unit of a GrantGroup. ExpectEpoch is the highest epoch that the proposer knows (0 = never
 // granted).

@@ -30,7 +30,7 @@ type nodeResource struct {
 }
 
 type rankKey struct {
-	app         string
+	pool        string
 	group, rank int
 }
 
@@ -66,16 +66,16 @@ func resourcesHeld(s *State, c *GrantGroup) *heldResources {
 	}
 	for id, u := range s.Units {
 		if u.Holds() && !again[id] {
-			t.addHeld(u.App, u.Group, holder{id, u.Epoch}, u.Ranks, u.Blocks)
+			t.addHeld(u.PoolName(), u.Group, holder{id, u.Epoch}, u.Ranks, u.Blocks)
 		}
 	}
 	return t
 }
 
-func (t *heldResources) addHeld(app string, group int, h holder, ranks []RankGrant, blocks []Block) {
+func (t *heldResources) addHeld(pool string, group int, h holder, ranks []RankGrant, blocks []Block) {
 	for i := range ranks {
 		r := &ranks[i]
-		t.ranks[rankKey{app, group, r.Rank}] = h
+		t.ranks[rankKey{pool, group, r.Rank}] = h
 		if r.Slot >= 0 {
 			t.slots[nodeResource{r.Node, r.Slot}] = h
 		}
@@ -139,8 +139,8 @@ func checkGrantApp(s *State, c *GrantGroup) error {
 
 // checkUnit checks one unit by itself: its name, epoch, ranks and blocks.
 func checkUnit(s *State, c *GrantGroup, g *UnitGrant) error {
-	if !ownsUnit(c.App, c.Group, g) {
-		return badGrantError("%s is no unit of group %d of application %q", g.Unit, c.Group, c.App)
+	if !c.hasUnit(g) {
+		return badGrantError("%s is no unit of group %d of application %q", g.Unit, c.Group, c.PoolName())
 	}
 	if have := s.LastEpoch(g.Unit); have != g.ExpectEpoch {
 		return staleEpochError("grant group", g.Unit, g.ExpectEpoch, have)
@@ -166,9 +166,9 @@ func checkUnit(s *State, c *GrantGroup, g *UnitGrant) error {
 	return nil
 }
 
-// ownsUnit reports whether the unit's name is that of the group, or of its one rank.
-func ownsUnit(app string, group int, g *UnitGrant) bool {
-	id := app + "/" + strconv.Itoa(group)
+// hasUnit reports whether the unit's name is that of the group, or of its one rank.
+func (c *GrantGroup) hasUnit(g *UnitGrant) bool {
+	id := c.PoolName() + "/" + strconv.Itoa(c.Group)
 	return g.Unit == id || (len(g.Ranks) == 1 && g.Unit == id+"/"+strconv.Itoa(g.Ranks[0].Rank))
 }
 
@@ -194,9 +194,9 @@ func (t *heldResources) claim(c *GrantGroup, g *UnitGrant) error {
 
 func (t *heldResources) claimRank(c *GrantGroup, g *UnitGrant, r *RankGrant) error {
 	me := holder{unit: g.Unit}
-	rank, slot := rankKey{c.App, c.Group, r.Rank}, nodeResource{r.Node, r.Slot}
+	rank, slot := rankKey{c.PoolName(), c.Group, r.Rank}, nodeResource{r.Node, r.Slot}
 	if h, ok := t.ranks[rank]; ok {
-		return takenError(ErrRankTaken, h, "rank %d of %s/%d", r.Rank, c.App, c.Group)
+		return takenError(ErrRankTaken, h, "rank %d of %s/%d", r.Rank, c.PoolName(), c.Group)
 	}
 	t.ranks[rank] = me
 	if h, ok := t.slots[slot]; ok && r.Slot >= 0 {

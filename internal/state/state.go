@@ -5,6 +5,7 @@ package state
 
 import (
 	"encoding/json"
+	"errors"
 	"slices"
 
 	"github.com/dpserve/dpserve/internal/app"
@@ -41,36 +42,46 @@ func (p Phase) Describe() string {
 	}
 }
 
-// App is one application at its current revision.
+// App is one application at its current revision, with all of its pools.
 type App struct {
 	Name      string          `json:"name"`
 	Revision  uint64          `json:"revision"`   // +1 per change of this app
 	ChangedAt uint64          `json:"changed_at"` // State.Revision of its last change
-	Spec      json.RawMessage `json:"spec"`       // app.Application as JSON
+	Spec      json.RawMessage `json:"spec"`       // its pools: []app.Application as JSON
 	Names     []string        `json:"names"`      // every model name clients may send; unique over all apps
 	Route     string          `json:"route"`      // route prefix
 	Deleting  bool            `json:"deleting,omitempty"`
-	Previous  json.RawMessage `json:"previous,omitempty"` // spec of the revision before, for rollback
 
-	decoded *app.Application // Spec; nil: not decoded, or unreadable
+	pools []*app.Application // Spec; nil: not decoded, or unreadable
 }
 
-// Application returns the application that Spec describes. Nobody may change it: Apply and Decode read each
-// spec once, and every reader of the state shares the result. Spec stays as it was proposed, because it may
-// have fields of another version.
-func (a *App) Application() (*app.Application, error) {
-	if a.decoded != nil {
-		return a.decoded, nil
+// Pools returns the pools that Spec describes: the one without a name, or prefill and decode. Nobody may
+// change them: Apply and Decode read each spec once, and every reader of the state shares the result. Spec
+// stays as it was proposed, because it may have fields of another version.
+func (a *App) Pools() ([]*app.Application, error) {
+	if a.pools != nil {
+		return a.pools, nil
 	}
-	spec := app.Default() // for keys that the version which stored the spec did not have
-	if err := json.Unmarshal(a.Spec, &spec); err != nil {
+	var specs []json.RawMessage
+	if err := json.Unmarshal(a.Spec, &specs); err != nil {
 		return nil, err
 	}
-	return &spec, nil
+	if len(specs) == 0 {
+		return nil, errors.New("it has no pool")
+	}
+	var out []*app.Application
+	for _, text := range specs {
+		spec := app.Default() // for keys that the version which stored the spec did not have
+		if err := json.Unmarshal(text, &spec); err != nil {
+			return nil, err
+		}
+		out = append(out, &spec)
+	}
+	return out, nil
 }
 
-// decode reads Spec for Application. An unreadable one is reported there: the state keeps it.
-func (a *App) decode() { a.decoded, _ = a.Application() }
+// decode reads Spec for Pools. An unreadable one is reported there: the state keeps it.
+func (a *App) decode() { a.pools, _ = a.Pools() }
 
 // RankGrant is one rank of a unit on a node.
 type RankGrant struct {
@@ -97,6 +108,7 @@ type Block struct {
 type Unit struct {
 	ID          string `json:"id"`
 	App         string `json:"app"`
+	Pool        string `json:"pool,omitempty"` // app.PoolPrefill or app.PoolDecode
 	Group       int    `json:"group"`
 	Epoch       uint64 `json:"epoch"`
 	Phase       Phase  `json:"phase"`
@@ -116,6 +128,9 @@ type Unit struct {
 // Holds reports whether the unit holds its ranks, slots, devices and ports. A failed unit holds nothing,
 // because it fails only after its processes are gone.
 func (u *Unit) Holds() bool { return u.Phase != Failed }
+
+// PoolName names the unit's pool, as app.Application.PoolName.
+func (u *Unit) PoolName() string { return app.PoolName(u.App, u.Pool) }
 
 // HasRank reports whether a rank of the group is the unit's.
 func (u *Unit) HasRank(rank int) bool {
@@ -214,28 +229,4 @@ func DeriveStatus(s Seen) AppStatus {
 	default:
 		return Deploying
 	}
-}
-
-// namesOf lists the names under which the state may have what users call by one name: the application itself,
-// or its pools.
-func namesOf(name string) []string {
-	base, _ := app.SplitPool(name)
-	return []string{base, app.PoolName(base, app.PoolPrefill), app.PoolName(base, app.PoolDecode)}
-}
-
-// FindApps returns what users call by a name: an application, or the two pools of one, the prefill pool
-// first. While an application turns from one pool into two, it is all of them. The name of a pool is that
-// pool alone.
-func FindApps(s *State, name string) []*App {
-	names := namesOf(name)
-	if !slices.Contains(names[:1], name) {
-		names = []string{name}
-	}
-	var out []*App
-	for _, n := range names {
-		if a := s.Apps[n]; a != nil {
-			out = append(out, a)
-		}
-	}
-	return out
 }

@@ -105,7 +105,7 @@ func newRestartNode(b *testing.B, log *slog.Logger) *restartNode {
 		DataParallel: app.DataParallel{DPSize: restartRanks, Coupling: app.Independent},
 		Routing:      app.Routing{Policy: "lpwl", Preset: app.PresetDocumented, Identity: app.IdentityText},
 	}
-	spec, err := json.Marshal(a)
+	spec, err := json.Marshal([]*app.Application{a})
 	require.NoError(b, err)
 	st := &state.State{
 		Apps: map[string]*state.App{}, Units: map[string]*state.Unit{},

@@ -28,7 +28,7 @@ func models(apps []*app.Application, env environment) []doctor.Model {
 }
 
 func findModel(a *app.Application, env environment) doctor.Model {
-	out := doctor.Model{App: a.Name, Source: a.Model.Source}
+	out := doctor.Model{App: a.PoolName(), Source: a.Model.Source}
 	format, _ := a.Engine.Args.Get("load-format")
 	out.Dummy = format == "dummy"
 	source := a.Model.Source

@@ -45,7 +45,7 @@ func engines(ctx context.Context, apps []*app.Application, env environment) []do
 }
 
 func findEngine(ctx context.Context, a *app.Application, command []string, env environment) doctor.Engine {
-	out := doctor.Engine{App: a.Name, Kind: string(a.Engine.Kind), Program: command[0]}
+	out := doctor.Engine{App: a.PoolName(), Kind: string(a.Engine.Kind), Program: command[0]}
 	path, err := process.FindProgram(command[0], cmp.Or(a.Engine.Env["PATH"], env.get("PATH")))
 	if err != nil {
 		out.Error = plain(err)
