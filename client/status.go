@@ -109,7 +109,6 @@ type Index struct {
 	Cap     int    `json:"cap_bytes"`
 	Orphans int    `json:"orphans"`
 	Evicted uint64 `json:"evicted"`
-	Resyncs uint64 `json:"resyncs"` // columns that were asked for again after a gap
 }
 
 // UnitStatus is one unit of an application.

@@ -167,7 +167,7 @@ type testRig struct {
 	t      *testing.T
 	engine *fakeEngine
 	tape   *recordingSink
-	hub    *Hub
+	hub    *msg.Hub
 	log    *bytes.Buffer
 	next   uint64
 }
@@ -193,7 +193,7 @@ func withRank(t *testing.T, maxOngoing int, owned bool, f func(t *testing.T, r *
 
 func newRig(t *testing.T, owned bool, change ...func(f *Factory, spec *msg.ReplicaSpec)) *testRig {
 	r := &testRig{
-		t: t, tape: &recordingSink{}, hub: NewHub(), log: &bytes.Buffer{},
+		t: t, tape: &recordingSink{}, hub: msg.NewHub(), log: &bytes.Buffer{},
 		engine: &fakeEngine{health: engine.Alive, asked: map[string]int{}},
 	}
 	sys := inbox.NewSystem(slog.New(slog.DiscardHandler))

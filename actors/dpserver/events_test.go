@@ -97,7 +97,7 @@ func TestNewFailsWhereEventsCannotBeHeard(t *testing.T) {
 			"ipc:///kv.sock":      "is not tcp://HOST:PORT",
 		} {
 			f := &Factory{
-				System: sys, Hub: NewHub(),
+				System: sys, Hub: msg.NewHub(),
 				NewEngine: func(*msg.ReplicaSpec) Engine { return healthyEngine{} },
 				Log:       slog.New(slog.DiscardHandler),
 			}

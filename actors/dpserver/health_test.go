@@ -582,10 +582,10 @@ func TestAnEngineThatSaysThatItDoesNotCompute(t *testing.T) {
 				for _, rec := range r.states() {
 					assert.Equal(t, name, rec.Cause, "the engine is full beside it")
 				}
-				r.send(msg.Resync{Sink: r.tape})
-				states = r.states()
-				require.Len(t, states, 1, "a snapshot does not say why, the next record does")
-				assert.Equal(t, name, states[0].Cause)
+				r.tape.take()
+				r.hub.List(r.tape)
+				synctest.Wait()
+				assert.Equal(t, name, r.tape.take()[0].Cause, "a snapshot says why")
 
 				r.engine.set(func(f *fakeEngine) {
 					f.full = false

@@ -124,7 +124,7 @@ func TestSnapshotsAmongRequestsAndEvents(t *testing.T) {
 		})
 		work.Go(func() {
 			for range rounds / 10 {
-				r.box.Send(msg.Resync{Sink: first})
+				r.hub.List(first)
 				late := &checkingSink{reader: newReader(t)}
 				defer r.hub.Subscribe(late)()
 			}
@@ -155,7 +155,7 @@ func benchmarkUnderEvents(b *testing.B, step int) {
 	sys := inbox.NewSystem(slog.New(slog.DiscardHandler))
 	defer sys.Shutdown()
 	f := &Factory{
-		System: sys, Hub: NewHub(), NewEngine: func(*msg.ReplicaSpec) Engine { return healthyEngine{} },
+		System: sys, Hub: msg.NewHub(), NewEngine: func(*msg.ReplicaSpec) Engine { return healthyEngine{} },
 		Log: slog.New(slog.DiscardHandler),
 	}
 	defer f.Hub.Subscribe(discardSink{})()

@@ -15,6 +15,7 @@ const (
 	// the smallest number that the index takes: four are in use, the others give time to sweep
 	recordColumns = 64
 	partBlocks    = 4096    // hashes of one record at most
+	listBlocks    = 512     // hashes of one record of a list, so that other ranks' records come between
 	sweepSlots    = 1 << 16 // of one step: below a millisecond
 	tiers         = kvindex.Sent + 1
 )
@@ -176,8 +177,8 @@ func (l *kvRecord) writeSnapshot(give func(kind msg.RecordKind, kv msg.KV)) {
 		}
 		tier := kvindex.Tier(t)
 		give(msg.RecKVBegin, msg.KV{Tier: tier, BlockSize: c.BlockSize()})
-		c.Snapshot(partBlocks, func(d kvindex.Delta) { give(msg.RecKV, msg.KV{Tier: tier, Delta: d}) })
-		give(msg.RecKVEnd, msg.KV{Tier: tier, Len: c.Len(), Sum: c.Sum()})
+		c.Snapshot(listBlocks, func(d kvindex.Delta) { give(msg.RecKV, msg.KV{Tier: tier, Delta: d}) })
+		give(msg.RecKVEnd, msg.KV{Tier: tier})
 	}
 }
 

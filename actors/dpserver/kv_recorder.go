@@ -35,8 +35,11 @@ type (
 		sent   kvindex.Options // of the column of sent prompts
 		isLive bool            // the engine's events are live
 	}
-	// columnsRequest asks for a snapshot for one sink, because the stream has KV columns.
-	columnsRequest struct{ sub *hubSubscription }
+	// columnsRequest asks for a snapshot for one sink, because the stream has KV columns. done: see msg.List
+	columnsRequest struct {
+		sink msg.Sink
+		done chan struct{}
+	}
 	// promptEnd says that the request of a prompt has ended.
 	promptEnd    struct{ prompt *sentPrompt }
 	engineSlept  struct{} // the engine has freed its KV cache
@@ -141,7 +144,7 @@ func (k *recorder) Receive(m any) {
 	case columnsBegin:
 		k.beginColumns(m)
 	case columnsRequest:
-		k.sendSnapshot(m.sub)
+		k.sendSnapshot(m)
 	case engineSlept:
 		if k.record != nil {
 			k.record.clearEvents()
@@ -221,9 +224,12 @@ func (k *recorder) applySettings(m recorderSettings) {
 
 // sendSnapshot sends a sink the rank's snapshot and the columns. The replica sends the first part. No other
 // KV record is published meanwhile, because this actor publishes them.
-func (k *recorder) sendSnapshot(sub *hubSubscription) {
+func (k *recorder) sendSnapshot(m columnsRequest) {
+	if m.done != nil {
+		defer close(m.done)
+	}
 	sent := make(chan struct{})
-	k.box.Send(snapshotRequest{sub: sub, done: sent})
+	k.box.Send(snapshotRequest{sink: m.sink, done: sent})
 	select {
 	case <-sent:
 	case <-k.box.Stopped():
@@ -232,7 +238,7 @@ func (k *recorder) sendSnapshot(sub *hubSubscription) {
 	if k.record != nil {
 		k.record.flushRemovals()
 		k.record.writeSnapshot(func(kind msg.RecordKind, kv msg.KV) {
-			k.stream.sendColumn(sub, k.columnsID, kind, kv)
+			k.stream.sendColumn(m.sink, k.columnsID, kind, kv)
 		})
 	}
 }

@@ -37,7 +37,7 @@ func TestKV2TheStreamIsTheLedger(t *testing.T) {
 				old.follow(r)
 			}
 			assert.Equal(rt, r.newSubscriber(rt).columnSums(), old.columnSums())
-			r.send(msg.Resync{Sink: r.tape})
+			r.hub.List(r.tape)
 			old.follow(r)
 			assert.Equal(rt, r.newSubscriber(rt).columnSums(), old.columnSums())
 		})
@@ -102,7 +102,7 @@ func (h *randomHistory) step() {
 			h.in = newEventQueue(h.in.subscriptionID, testHasher, "demo", h.in.rewake(h.r))
 		}
 	case 10:
-		h.r.box.Send(msg.Resync{Sink: h.r.tape})
+		h.r.hub.List(h.r.tape)
 	case 11:
 		if h.draw(4) == 0 {
 			h.r.box.Send(&msg.Admit{Epoch: 3, Ctx: brokenContext{}})
@@ -154,7 +154,7 @@ func TestALongKVRecordTravelsInParts(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		in := newEventQueue(1, testHasher, "demo", r.notifyRecorder)
 		old := newReader(t)
-		const n = 3*stepBlocks + 17
+		const n = 3*listBlocks + 17
 		all := ids(0, 4*n)
 		ev := &kvevents.Stored{BlockSize: 4, Tokens: all}
 		for i := range n {
@@ -181,18 +181,22 @@ func TestALongKVRecordTravelsInParts(t *testing.T) {
 	})
 }
 
-// TestResyncAnswersItsSinkOnly: other sinks get no snapshot.
-func TestResyncAnswersItsSinkOnly(t *testing.T) {
+// TestAListAnswersItsSinkOnly: other sinks get no snapshot, and one that asks once gets nothing more.
+func TestAListAnswersItsSinkOnly(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		other := &recordingSink{}
 		defer r.hub.Subscribe(other)()
 		r.sendPrompt(prompt(ids(0, 16)...), 0)
 		other.take()
-		r.send(msg.Resync{Sink: other})
-		r.send(msg.Resync{Sink: &recordingSink{}})
-		got := other.take()
-		assert.Equal(t, []msg.RecordKind{msg.RecSnapshot, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd},
-			kinds(got))
+		once, done := &recordingSink{}, make(chan struct{})
+		r.send(msg.List{Sink: once, Done: done})
+		<-done
+		r.hub.List(other)
+		r.send(&msg.Progress{})
+		for _, s := range []*recordingSink{other, once} {
+			assert.Equal(t, []msg.RecordKind{msg.RecSnapshot, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd},
+				kinds(s.take()))
+		}
 		for _, rec := range r.tape.take() {
 			assert.NotEqual(t, msg.RecSnapshot, rec.Kind)
 		}

@@ -29,13 +29,13 @@ var phaseRefusals = [...]msg.Refusal{
 // Messages that the Server, the Hub and the timers send to the replica.
 type (
 	registerRequest  struct{}
-	subscribeRequest struct{ sub *hubSubscription }
-	// snapshotRequest: the recorder sends the KV columns to sub when done is closed
+	subscribeRequest struct{ sub *msg.Subscription }
+	// snapshotRequest: the recorder sends the KV columns to sink when done is closed
 	snapshotRequest struct {
-		sub  *hubSubscription
+		sink msg.Sink
 		done chan struct{}
 	}
-	unsubscribeRequest struct{ sub *hubSubscription }
+	unsubscribeRequest struct{ sub *msg.Subscription }
 	readyRequest       struct {
 		facts msg.Facts
 		done  chan struct{} // closed when the actor has applied it
@@ -77,7 +77,7 @@ func newReplica(s *Server) *replica {
 	if s.state.isRegistered { // after a panic: the account is lost, and a snapshot tells every sink
 		s.log.Error("the account of a rank was lost, it begins anew",
 			slog.Uint64("incarnation", s.state.incarnation))
-		r.stream.add(r.node.Hub.register(r.Server)...) // its message may be the one that was lost
+		r.stream.add(r.node.Hub.AddRank(r.Server)...) // its message may be the one that was lost
 		r.kv.beginStream(true)
 		r.updateStats()
 		r.startMonitor()
@@ -125,14 +125,12 @@ func (r *replica) receiveControl(m any) {
 		r.state.isRegistered = true
 		r.joinHub()
 	case subscribeRequest:
-		r.sendSnapshot(m.sub)
-	case msg.Resync: // the sink has missed a record
-		for _, sub := range r.stream.subscriptionsOf(m.Sink) {
-			r.sendSnapshot(sub)
-		}
+		r.sendSnapshot(m.sub, nil)
+	case msg.List:
+		r.sendSnapshot(m.Sink, m.Done)
 	case snapshotRequest:
 		defer close(m.done) // also after a panic
-		r.stream.sendSnapshot(m.sub, r.snapshot(), true)
+		r.stream.sendSnapshot(m.sink, r.snapshot(), true)
 	case recorderRestarted:
 		r.kv.beginStream(true)
 	case unsubscribeRequest:
@@ -167,8 +165,8 @@ func (r *replica) receiveControl(m any) {
 }
 
 func (r *replica) joinHub() {
-	for _, sub := range r.node.Hub.register(r.Server) {
-		r.sendSnapshot(sub)
+	for _, sub := range r.node.Hub.AddRank(r.Server) {
+		r.sendSnapshot(sub, nil)
 	}
 	r.updateStats()
 }
@@ -273,7 +271,7 @@ func (r *replica) endStream() {
 		return
 	}
 	r.state.phase = phaseEnded
-	r.node.Hub.remove(r.Server)
+	r.node.Hub.Remove(r.Server)
 	r.account.reset()
 	r.prefills.stop()
 	stopTimer(r.monitor.timer)
@@ -311,23 +309,25 @@ func (r *replica) publishState(cause string) {
 	r.updateStats()
 }
 
-// sendSnapshot sends one sink the whole account. If the stream has KV columns, the recorder asks for it, and
-// sends them behind it.
-func (r *replica) sendSnapshot(sub *hubSubscription) {
+// sendSnapshot sends one sink the whole account, and closes done, if there is one. If the stream has KV
+// columns, the recorder asks for the account, and sends the columns behind it.
+func (r *replica) sendSnapshot(sink msg.Sink, done chan struct{}) {
 	r.scrape.published = msg.Status{} // the sink gets the next report even if its values are the same
-	if !r.stream.sendSnapshot(sub, r.snapshot(), false) {
-		r.recorder.box.Send(columnsRequest{sub})
-	}
-	if r.away.reason() != "" && r.state.phase == phaseOpen {
-		r.publishState("") // the snapshot does not say why
+	if !r.stream.sendSnapshot(sink, r.snapshot(), false) {
+		r.recorder.box.Send(columnsRequest{sink, done})
+	} else if done != nil {
+		close(done)
 	}
 }
 
 // snapshot is the whole account, as of the last record.
 func (r *replica) snapshot() *msg.Record {
 	f := &r.state.facts
-	state := msg.RankState{Accepting: r.isAccepting()}
-	return &msg.Record{Kind: msg.RecSnapshot, RankState: state, Snapshot: &msg.Snapshot{
+	state, cause := msg.RankState{Accepting: r.isAccepting()}, ""
+	if r.state.phase == phaseOpen {
+		cause = r.away.reason()
+	}
+	return &msg.Record{Kind: msg.RecSnapshot, RankState: state, Cause: cause, Snapshot: &msg.Snapshot{
 		Accepting: r.isAccepting(), Tripped: r.isTripped(), MaxOngoing: f.MaxOngoing,
 		Capacity: r.kv.cacheCapacity(), BlockSize: r.kv.knownBlockSize(), CachingOff: f.CachingOff,
 		MaxModelLen: f.MaxModelLen, Node: r.spec.Node, Target: r.spec.Target, Mailbox: r.box,

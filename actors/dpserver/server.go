@@ -41,7 +41,7 @@ type Engine interface {
 // Factory makes the DPServers of one node.
 type Factory struct {
 	System    *actor.ActorSystem
-	Hub       *Hub
+	Hub       *msg.Hub
 	Assigner  msg.Assigner
 	NewEngine func(spec *msg.ReplicaSpec) Engine
 	// predicted; may be nil. It stretches the stall timeout.
@@ -233,6 +233,14 @@ type actorState struct {
 func (s *Server) name() string {
 	return fmt.Sprintf("dpserver/%s/%s/%d", s.spec.App.PoolName(), s.id, s.spec.Epoch)
 }
+
+var _ msg.Source = (*Server)(nil)
+
+// List implements msg.Source: the actor sends its snapshot soon after.
+func (s *Server) List(sub *msg.Subscription) { s.box.Send(subscribeRequest{sub}) }
+
+// Forget implements msg.Source.
+func (s *Server) Forget(sub *msg.Subscription) { s.box.Send(unsubscribeRequest{sub}) }
 
 // Mailbox is where ingresses post to.
 func (s *Server) Mailbox() msg.Mailbox { return s.box }

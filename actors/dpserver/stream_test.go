@@ -252,7 +252,7 @@ func benchmarkAdmission(b *testing.B, prompts [][]uint64) {
 	sys := inbox.NewSystem(slog.New(slog.DiscardHandler))
 	defer sys.Shutdown()
 	f := &Factory{
-		System: sys, Hub: NewHub(), Assigner: assigner{},
+		System: sys, Hub: msg.NewHub(), Assigner: assigner{},
 		NewEngine: func(*msg.ReplicaSpec) Engine { return healthyEngine{} },
 		Log:       slog.New(slog.DiscardHandler),
 	}

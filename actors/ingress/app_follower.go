@@ -37,7 +37,7 @@ func (f *appFollower) follow(ctx context.Context, changed <-chan struct{}) {
 			changed = f.in.store.Changed()
 		}
 		if f.rebuild(f.in.store.State()) {
-			f.in.resubscribe()
+			f.in.listRanks()
 		}
 	}
 }
@@ -170,7 +170,7 @@ func (f *appFollower) newRouter(ar *appRouter, policy routing.Policy) {
 }
 
 // setPolicyInputs provides what policy needs. It keeps the index if the policy still needs it and it is large
-// enough. A new index needs snapshots, so fresh asks for a new subscription.
+// enough. A new index needs snapshots, so fresh asks for a list.
 func (f *appFollower) setPolicyInputs(ar *appRouter, spec *appRevision, policy routing.Policy) (
 	fresh bool, err error,
 ) {

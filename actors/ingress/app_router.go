@@ -33,7 +33,6 @@ type appRouter struct {
 	policyInputs atomic.Pointer[policyInputs] // nil as revision
 	cachingOff   atomic.Bool                  // every ready rank runs without prefix caching
 	blockTokens  atomic.Int32                 // tokens per KV block of most ranks; 0: unknown
-	resyncs      atomic.Uint64                // snapshots asked for
 	decisions    decisionLog                  // for replays
 
 	reservations routerapi.Reservations
@@ -507,9 +506,6 @@ func (ar *appRouter) close() {
 	ar.closed = true
 	for r := range ar.fullTimers {
 		ar.clearFull(r)
-	}
-	for _, r := range ar.ranks {
-		ar.snapshotReceived(r)
 	}
 	for node, t := range ar.suspectedNodes {
 		t.Stop()

@@ -11,113 +11,15 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// queueKV passes a KV record to the goroutine that writes the index. The caller holds mu.
-func (ar *appRouter) queueKV(r *rank, rec *msg.Record) {
-	if rec.Kind == msg.RecKVBegin && rec.KV.Tier == kvindex.GPU {
-		ar.setBlockSize(r, rec.KV.BlockSize, true)
-	}
+// dropColumns drops what the index has of a rank. If the rank lives, its columns follow.
+func (ar *appRouter) dropColumns(r *rank, lives bool) {
 	c := ar.inputs().cache
-	if c == nil || r.resyncing || rec.KV.Tier > kvindex.Sent {
-		return
-	}
-	op := kvOp{
-		kind: opDelta, owner: r.columnOwner(rec.KV.Tier), change: rec.KV.Delta.Change,
-		parent: rec.KV.Delta.Parent,
-	}
-	hashes := rec.KV.Delta.Hashes
-	switch rec.Kind {
-	case msg.RecKVBegin:
-		op.kind, op.size, hashes = opBegin, rec.KV.BlockSize, nil
-	case msg.RecKVEnd:
-		op.kind, op.n, op.sum, hashes = opEnd, rec.KV.Len, rec.KV.Sum, nil
+	switch {
+	case c == nil:
+	case lives:
+		c.beginRank(r.columnOwner(0))
 	default:
-	}
-	if !c.queue.push(op, hashes) {
-		ar.maskColumns(r)
-		c.queue.addLost(op.owner)
-	}
-}
-
-// handleGap asks a rank for a snapshot because a record of its stream is missing. Its load is still updated
-// by the records that follow.
-func (ar *appRouter) handleGap(r *rank) {
-	if r.resyncing {
-		return // a snapshot is already asked for
-	}
-	ar.maskColumns(r)
-	ar.requestSnapshot(r)
-}
-
-// maskColumns hides a rank's columns from look-ups until its next snapshot.
-func (ar *appRouter) maskColumns(r *rank) {
-	r.resyncing = true
-	if c := ar.inputs().cache; c != nil {
-		c.queue.push(kvOp{kind: opMask, owner: r.columnOwner(0)}, nil)
-	}
-	if m := ar.metrics.Load(); m != nil {
-		m.IndexGap()
-	}
-}
-
-// resyncOwner asks a rank for a snapshot because the index's writer found a column of it incomplete.
-func (ar *appRouter) resyncOwner(owner kvindex.Owner) {
-	ar.mu.Lock()
-	defer ar.mu.Unlock()
-	r := ar.ranks[routing.RankID(owner.Rank)]
-	if r == nil || r.Epoch != owner.Epoch || r.Incarnation != owner.Incarnation {
-		return // its columns are gone too
-	}
-	if !r.resyncing {
-		ar.maskColumns(r)
-	}
-	ar.requestSnapshot(r)
-}
-
-// requestSnapshot asks a rank for a snapshot, and repeats the request every second until one arrives.
-func (ar *appRouter) requestSnapshot(r *rank) {
-	if r.resyncTimer != nil || ar.closed || !r.resyncing {
-		return
-	}
-	wait := resyncInterval
-	if since := ar.in.clock() - r.resyncAt; r.resyncAt != 0 && since < resyncInterval {
-		wait -= since
-	} else {
-		ar.postResync(r)
-	}
-	r.resyncTimer = time.AfterFunc(wait, func() { ar.repeatRequest(r) })
-}
-
-func (ar *appRouter) repeatRequest(r *rank) {
-	ar.mu.Lock()
-	defer ar.mu.Unlock()
-	if r.resyncTimer != nil && ar.ranks[r.ID] == r {
-		r.resyncTimer = nil
-		ar.requestSnapshot(r)
-	}
-}
-
-// postResync posts the request for a snapshot. If the rank's mailbox is full, the resync timer posts it
-// again.
-func (ar *appRouter) postResync(r *rank) {
-	r.resyncAt = ar.in.clock()
-	if err := r.Mailbox.TrySend(msg.Resync{Sink: ar.in}); err != nil {
-		ar.in.log.Debug("a rank could not be asked for a snapshot", slog.String("app", ar.name),
-			slog.Int("group", r.ID.Group()), slog.Int("rank", r.ID.Rank()), slog.Any("err", err))
-		return
-	}
-	ar.resyncs.Add(1)
-}
-
-// snapshotReceived stops the requests for a snapshot, because a snapshot has arrived or the rank is gone, and
-// drops the rank's columns from the index.
-func (ar *appRouter) snapshotReceived(r *rank) {
-	r.resyncing = false
-	if r.resyncTimer != nil {
-		r.resyncTimer.Stop()
-		r.resyncTimer = nil
-	}
-	if c := ar.inputs().cache; c != nil {
-		c.queue.push(kvOp{kind: opDrop, owner: r.columnOwner(0)}, nil)
+		c.endRank(r.columnOwner(0))
 	}
 }
 
@@ -223,56 +125,58 @@ func (ar *appRouter) publishConfig() {
 	}})
 }
 
-// deliver applies one record of a rank's stream. All parts of a snapshot share one sequence number, and a
-// record that is delivered twice in a row has no effect the second time. deliver drops a record with an older
-// number. When numbers are missing, it asks the rank for a snapshot.
+// deliver applies one record of a rank's stream. What the record says of the KV cache is applied without mu,
+// so that no request waits for it.
 func (ar *appRouter) deliver(rec *msg.Record) {
 	ar.mu.Lock()
-	defer ar.mu.Unlock()
 	if rec.Kind == msg.RecSnapshot {
 		ar.applySnapshot(rec)
+		ar.mu.Unlock()
 		return
 	}
-	r := ar.ranks[rec.Rank]
-	switch {
-	case r == nil || !r.isIncarnation(rec):
-		return // from an incarnation that has ended
-	case rec.Kind == msg.RecGone:
+	var cache *cache
+	var owner kvindex.Owner
+	if r := ar.ranks[rec.Rank]; r != nil && r.isIncarnation(rec) { // else of one that has ended
+		ar.applyRecord(r, rec)
+		cache, owner = ar.inputs().cache, r.columnOwner(rec.KV.Tier)
+	}
+	ar.mu.Unlock()
+	if isKV := rec.Kind == msg.RecKVBegin || rec.Kind == msg.RecKV || rec.Kind == msg.RecKVEnd; isKV &&
+		cache != nil {
+		cache.apply(owner, rec)
+	}
+}
+
+func (ar *appRouter) applyRecord(r *rank, rec *msg.Record) {
+	switch rec.Kind {
+	case msg.RecGone:
 		ar.removeRank(r)
 		return
-	case rec.Kind == msg.RecSilent:
+	case msg.RecSilent:
 		r.silent = rec.Silent
 		ar.publish(r)
 		return
-	case rec.Seq < r.seq:
-		return
-	case rec.Seq > r.seq+1:
-		ar.handleGap(r)
-	}
-	r.seq = rec.Seq
-	ar.applyRecord(r, rec)
-}
-
-// applyRecord applies a record whose sequence number is valid.
-func (ar *appRouter) applyRecord(r *rank, rec *msg.Record) {
-	switch rec.Kind {
 	case msg.RecState:
 		ar.applyState(r, rec)
 	case msg.RecStatus:
 		ar.applyStatus(r, rec)
-	case msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
-		ar.queueKV(r, rec)
+	case msg.RecKVBegin:
+		if rec.KV.Tier == kvindex.GPU {
+			ar.setBlockSize(r, rec.KV.BlockSize, true)
+		}
+	case msg.RecKV, msg.RecKVEnd:
 	default:
 		ar.applyLoad(r, rec)
 	}
+	r.seq = rec.Seq
 }
 
-// applySnapshot registers a new incarnation of a rank, or replaces the account of a known incarnation after a
-// new subscription.
+// applySnapshot registers a new incarnation of a rank, or replaces the account of a known incarnation that
+// was listed again.
 func (ar *appRouter) applySnapshot(rec *msg.Record) {
 	r := ar.ranks[rec.Rank]
-	if r != nil && (r.Epoch > rec.Epoch || r.isIncarnation(rec) && rec.Seq < r.seq) {
-		return // from an incarnation that was replaced, or too late
+	if r != nil && r.Epoch > rec.Epoch {
+		return // from an incarnation that was replaced
 	}
 	isBack := rec.Snapshot.Accepting && (r == nil || r.draining) ||
 		r != nil && r.Epoch == rec.Epoch && !r.isIncarnation(rec)
@@ -286,13 +190,12 @@ func (ar *appRouter) applySnapshot(rec *msg.Record) {
 		if r != nil {
 			r.failPendingAttempts()
 			ar.clearFull(r)
-			ar.snapshotReceived(r)
 		}
 		r = fresh
 		ar.ranks[rec.Rank] = r
 	}
-	r.accepting, r.busy, r.away, r.maxOngoing, r.seq, r.silent = rec.Snapshot.Accepting, false, "",
-		rec.Snapshot.MaxOngoing, rec.Seq, false
+	r.accepting, r.busy, r.away = rec.Snapshot.Accepting, rec.Cause == msg.CauseScaling, rec.Cause
+	r.maxOngoing, r.seq, r.silent = rec.Snapshot.MaxOngoing, rec.Seq, false
 	r.heard = r.heard || r.accepting || rec.Snapshot.Tripped
 	r.draining = r.draining && !r.accepting
 	if isBack {
@@ -301,7 +204,7 @@ func (ar *appRouter) applySnapshot(rec *msg.Record) {
 	r.cachingOff, r.maxModelLen = rec.Snapshot.CachingOff, rec.Snapshot.MaxModelLen
 	r.turn, r.offered = "", 0
 	ar.recordTrip(r, rec.Snapshot.Tripped)
-	ar.snapshotReceived(r)
+	ar.dropColumns(r, true)
 	ar.setBlockSize(r, rec.Snapshot.BlockSize, false)
 	ar.addRank(r, rec.Seq, rec.Snapshot)
 	ar.publish(r)
@@ -309,19 +212,13 @@ func (ar *appRouter) applySnapshot(rec *msg.Record) {
 }
 
 // unitReturns ends the wait for a unit whose rank is back at the same epoch: another engine, or the same one
-// under another process of its node. The other ranks of a lockstep unit left routing with it. Their snapshots
-// show whether they accept requests.
+// under another process of its node.
 func (ar *appRouter) unitReturns(r *rank) {
 	if ar.fencedUnits[r.Unit] != r.Epoch {
 		return
 	}
 	delete(ar.fencedUnits, r.Unit)
 	ar.coming.noteReady(r.Unit, time.Now())
-	for _, s := range ar.ranks {
-		if s != r && !s.lost && s.Unit == r.Unit && s.Epoch == r.Epoch && !s.accepting && ar.isLockstep() {
-			ar.handleGap(s)
-		}
-	}
 }
 
 // addRank registers the rank and its open requests with max_ongoing 0; publish sets the real limit. In
@@ -509,7 +406,7 @@ func (ar *appRouter) removeRank(r *rank) {
 		ar.failFenced(r, false) // the node may be gone: this says nothing about the engine
 	}
 	ar.clearFull(r)
-	ar.snapshotReceived(r)
+	ar.dropColumns(r, false)
 	ar.updateCachingOff()
 	ar.observe(routing.Event{Kind: routing.EvRankDown, Rank: r.ID, Incarnation: r.Incarnation})
 	ar.updateOutage()
@@ -584,17 +481,12 @@ func (ar *appRouter) applyDone(r *rank, e routing.Event, turn string) {
 	ar.openForTurn(r)
 }
 
-// resetCaches drops every column of the index and asks the ranks for snapshots; until they arrive, the caches
-// count as empty. It returns the number of ranks.
-func (ar *appRouter) resetCaches() int {
+// resetCache drops every column of the index. It returns the number of ranks.
+func (ar *appRouter) resetCache() int {
+	if c := ar.inputs().cache; c != nil {
+		c.clear()
+	}
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
-	for _, r := range ar.ranks {
-		r.resyncing = true // the snapshot contains all records before it
-		if c := ar.inputs().cache; c != nil {
-			c.queue.push(kvOp{kind: opDrop, owner: r.columnOwner(0)}, nil)
-		}
-		ar.requestSnapshot(r)
-	}
 	return len(ar.ranks)
 }

@@ -67,7 +67,7 @@ func TestSilentRanksArePickedLast(t *testing.T) {
 	assert.Equal(t, []string{"ok", "ok"}, g.states())
 
 	first.silence(true)
-	g.in.resubscribe() // whoever subscribes anew hears of a silence by the missing snapshot
+	g.in.listRanks() // whoever lists again hears of a silence by the missing snapshot
 	assert.Equal(t, []string{"ok", "ok"}, g.states())
 }
 

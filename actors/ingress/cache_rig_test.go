@@ -18,45 +18,38 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// kvFeed is a msg.Feed over kvReplicas that loses, doubles and reorders records.
+// kvFeed is a msg.Feed over kvReplicas.
 type kvFeed struct {
 	mu       sync.Mutex
-	sink     msg.Sink
+	sinks    []msg.Sink
 	replicas []*kvReplica
 	rand     *rand.Rand
-	faults   int // of 1000 records, each kind; 0: none
-	asks     []*kvReplica
 }
 
 func (f *kvFeed) Subscribe(s msg.Sink) func() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.sink = s
-	for _, r := range f.replicas {
-		if r.alive {
-			r.snapshot()
-		}
-	}
+	f.sinks = append(f.sinks, s)
+	f.listTo(s)
 	return func() {
 		f.mu.Lock()
 		defer f.mu.Unlock()
-		f.sink = nil
-		for _, r := range f.replicas {
-			r.held = nil // what was under way ends with the subscription
-		}
+		f.sinks = slices.DeleteFunc(f.sinks, func(o msg.Sink) bool { return o == s })
 	}
 }
 
-// answer sends the snapshots that were asked for.
-func (f *kvFeed) answer() {
+func (f *kvFeed) List(s msg.Sink) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	for _, r := range f.asks {
+	f.listTo(s)
+}
+
+func (f *kvFeed) listTo(s msg.Sink) {
+	for _, r := range f.replicas {
 		if r.alive {
-			r.snapshot()
+			r.snapshot(s)
 		}
 	}
-	f.asks = nil
 }
 
 // kvReplica is a fake DPServer with the contract of a rank's stream: it has its own account and KV columns.
@@ -69,36 +62,14 @@ type kvReplica struct {
 	open                          map[uint64]int // request → tokens
 	index                         *kvindex.Index
 	columns                       map[kvindex.Tier]*kvindex.Column
-	held                          *msg.Record // overtaken by the next
 	now                           time.Duration
 }
-
-// kvBox is a replica's mailbox.
-type kvBox struct{ *kvReplica }
-
-func (b kvBox) TrySend(m any) error {
-	b.Send(m)
-	return nil
-}
-
-func (b kvBox) Send(m any) {
-	if _, ok := m.(msg.Resync); ok {
-		go func() { // the sink may be in the middle of Deliver
-			b.feed.mu.Lock()
-			defer b.feed.mu.Unlock()
-			b.feed.asks = append(b.feed.asks, b.kvReplica)
-		}()
-	}
-}
-
-func (b kvBox) Stopped() <-chan struct{} { return nil }
 
 // begin starts an incarnation.
 func (r *kvReplica) begin(tb testing.TB, epoch, incarnation uint64) {
 	tb.Helper()
 	r.alive, r.epoch, r.incarnation, r.seq = true, epoch, incarnation, 0
 	r.open = map[uint64]int{}
-	r.held = nil
 	r.columns = map[kvindex.Tier]*kvindex.Column{}
 	ix, err := kvindex.New(kvindex.Config{
 		Bytes: 64 << 20,
@@ -108,13 +79,17 @@ func (r *kvReplica) begin(tb testing.TB, epoch, incarnation uint64) {
 	})
 	require.NoError(tb, err)
 	r.index = ix
-	r.snapshot()
+	for _, s := range r.feed.sinks {
+		r.snapshot(s)
+	}
 }
 
 func (r *kvReplica) emit(rec *msg.Record) {
 	r.seq++
 	r.stamp(rec)
-	r.send(rec)
+	for _, s := range r.feed.sinks {
+		s.Deliver(rec)
+	}
 }
 
 func (r *kvReplica) stamp(rec *msg.Record) {
@@ -122,64 +97,31 @@ func (r *kvReplica) stamp(rec *msg.Record) {
 		fmt.Sprintf("demo/0/%d", r.id.Rank()), r.id, r.epoch, r.incarnation, r.seq
 }
 
-// send passes a record to the sink, with the feed's faults. The snapshot that begins an incarnation is never
-// lost.
-func (r *kvReplica) send(rec *msg.Record) {
-	f := r.feed
-	if f.sink == nil {
-		return
-	}
-	late := r.held
-	r.held = nil
-	roll := 1000
-	if f.faults > 0 {
-		roll = f.rand.IntN(1000)
-	}
-	first := rec.Kind == msg.RecSnapshot && r.seq == 0
-	switch {
-	case roll < f.faults && !first: // lost
-	case roll < 2*f.faults:
-		f.sink.Deliver(rec)
-		f.sink.Deliver(rec)
-	case roll < 3*f.faults && !first:
-		held := *rec
-		held.KV.Delta.Hashes = slices.Clone(rec.KV.Delta.Hashes)
-		r.held = &held
-	default:
-		f.sink.Deliver(rec)
-	}
-	if late != nil {
-		f.sink.Deliver(late)
-	}
-}
-
 // snapshot sends the whole account and every column, all under one number.
-func (r *kvReplica) snapshot() {
+func (r *kvReplica) snapshot(to msg.Sink) {
+	give := func(rec *msg.Record) {
+		r.stamp(rec)
+		to.Deliver(rec)
+	}
 	s := &msg.Snapshot{
 		Accepting: true, MaxOngoing: 1000, BlockSize: 16, Capacity: 1 << 20, Node: "n1",
-		Mailbox: kvBox{r}, Target: msg.Target{URL: "http://127.0.0.1:1"},
+		Target: msg.Target{URL: "http://127.0.0.1:1"},
 	}
 	for id, tokens := range r.open {
 		s.Open = append(s.Open, msg.OpenRequest{ReqID: id, Ingress: "other", Tokens: tokens})
 	}
-	r.part(&msg.Record{Kind: msg.RecSnapshot, Snapshot: s})
+	give(&msg.Record{Kind: msg.RecSnapshot, Snapshot: s})
 	for tier := range kvindex.Sent + 1 {
 		c := r.columns[tier]
 		if c == nil {
 			continue
 		}
-		r.part(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: tier, BlockSize: c.BlockSize()}})
+		give(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: tier, BlockSize: c.BlockSize()}})
 		c.Snapshot(64, func(d kvindex.Delta) {
-			r.part(
-				&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: tier, Delta: d}})
+			give(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: tier, Delta: d}})
 		})
-		r.part(&msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: tier, Len: c.Len(), Sum: c.Sum()}})
+		give(&msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: tier}})
 	}
-}
-
-func (r *kvReplica) part(rec *msg.Record) {
-	r.stamp(rec)
-	r.send(rec)
 }
 
 // column is the replica's column of a tier, begun in the stream with its first use.
@@ -250,16 +192,6 @@ func (r *kvReplica) act(tb testing.TB, all [][]uint64) {
 	}
 }
 
-// reveal sends a new record of everything, so that a receiver that has missed something notices.
-func (r *kvReplica) reveal(tb testing.TB, hash uint64) {
-	tb.Helper()
-	r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Accepting: true}})
-	for tier := range kvindex.Sent {
-		r.column(tb, tier).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: []uint64{hash}})
-	}
-	r.column(tb, kvindex.Sent).Record([]uint64{hash}, r.now)
-}
-
 // kvRig is an ingress without sockets in front of kvReplicas.
 type kvRig struct {
 	feed   *kvFeed
@@ -292,22 +224,20 @@ func newKVRig(tb testing.TB, ranks int, seed uint64, r app.Routing) *kvRig {
 }
 
 // columns is what the ingress holds, by rank and tier.
-func (g *kvRig) columns(tb testing.TB) map[columnKey]column {
-	tb.Helper()
-	out := map[columnKey]column{}
-	c := g.router.inputs().cache
-	require.True(tb, c.inspect(tb.Context(), func(held []*column) {
+func (g *kvRig) columns() map[columnKey]kvindex.Column {
+	out := map[columnKey]kvindex.Column{}
+	g.router.inputs().cache.inspect(func(held []*kvindex.Column) {
 		for _, col := range held {
 			out[columnKey{col.Owner().Rank, col.Owner().Tier}] = *col
 		}
-	}))
+	})
 	return out
 }
 
 // requireEqual compares every column, what look-ups find, and the load.
 func (g *kvRig) requireEqual(tb testing.TB, all [][]uint64) {
 	tb.Helper()
-	got := g.columns(tb)
+	got := g.columns()
 	view := g.router.router.Load().Snapshot()
 	for _, r := range g.feed.replicas {
 		for tier, want := range r.columns {

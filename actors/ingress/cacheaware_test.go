@@ -49,15 +49,6 @@ func remembers(tb testing.TB, r *replica) {
 	})
 }
 
-// settled waits until the ingress has applied every record of its ranks.
-func (g *rig) settled() {
-	g.t.Helper()
-	c := g.in.findAppRouter("demo").inputs().cache
-	require.NotNil(g.t, c)
-	require.True(g.t, c.inspect(g.t.Context(), func([]*column) {}))
-	require.True(g.t, c.inspect(g.t.Context(), func([]*column) {}), "what came while the first was waiting")
-}
-
 func withRouting(policy string, more ...func(*app.Application)) func(*app.Application) {
 	return func(a *app.Application) {
 		a.Routing = app.Routing{Policy: policy, Preset: "documented", Identity: app.IdentityText}
@@ -85,7 +76,6 @@ func TestPromptGoesToItsHolder(t *testing.T) {
 	first := g.post("/v1/chat/completions", chat(words, `"stream":true`))
 	assert.Equal(t, "0", first.header.Get(headerCached))
 	for turn := range 6 {
-		g.settled()
 		next := g.post("/v1/chat/completions", chat(words+strings.Repeat("more ", turn), `"stream":true`))
 		assert.Equal(t, first.header.Get(headerRank), next.header.Get(headerRank))
 		assert.NotEqual(t, "0", next.header.Get(headerCached))
@@ -99,7 +89,6 @@ func TestPromptGoesToItsHolder(t *testing.T) {
 	assert.True(t, last.HasCached)
 	assert.Equal(t, 3, last.CachedTokens)
 	assert.NotZero(t, g.in.Index("demo").Blocks)
-	assert.Zero(t, g.in.Index("demo").Resyncs)
 }
 
 // TestAdmitCarriesBlocksAndHit: the hit in an Admit is the hit that the policy saw.
@@ -119,7 +108,6 @@ func TestAdmitCarriesBlocksAndHit(t *testing.T) {
 	})
 	ids := strings.Repeat("5,", 100)
 	g.post("/v1/completions", `{"prompt":[`+ids+`1]}`)
-	g.settled()
 	g.post("/v1/completions", `{"prompt":[`+ids+ids+`1]}`)
 	g.post("/tokenize", `{"prompt":"`+strings.Repeat("x", 640)+`"}`)
 	require.Len(t, seen, 2, "a text to be tokenized takes no ticket, and leaves nothing in a cache")
@@ -330,7 +318,6 @@ func TestCachingOffMeansNoHits(t *testing.T) {
 	ar := g.in.findAppRouter("demo")
 	body := chat(strings.Repeat("words ", 100))
 	g.post("/v1/chat/completions", body)
-	g.settled()
 	assert.NotEqual(t, "0", g.post("/v1/chat/completions", body).header.Get(headerCached))
 	ar.mu.Lock()
 	for _, r := range ar.ranks {

@@ -54,6 +54,12 @@ func (f fanFeed) Subscribe(s msg.Sink) func() {
 	return func() {}
 }
 
+func (f fanFeed) List(msg.Sink) {
+	for _, r := range f.replicas {
+		r.publish()
+	}
+}
+
 // groupRig is a lockstep group of ranks, and ingresses before it, in fake time. Each ingress has a node of
 // its own, n1, n2 … The group's first rank is on n1.
 type groupRig struct {

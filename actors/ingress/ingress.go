@@ -172,7 +172,7 @@ func New(c Config) (*Ingress, error) {
 	changed := in.store.Changed() // before State, so that no change is missed
 	follower := &appFollower{in}
 	follower.rebuild(in.store.State())
-	in.resubscribe()
+	in.listRanks()
 	go follower.follow(ctx, changed)
 	if c.Groups != nil {
 		c.Groups.Bind(groupPeer{in})
@@ -376,15 +376,16 @@ func (in *Ingress) hash() kvindex.Hasher { return *in.hasher.Load() }
 // clock is the time for Routers and indexes.
 func (in *Ingress) clock() time.Duration { return time.Since(in.clockBase) }
 
-// resubscribe asks every rank for a snapshot, at the start and when a Router is new. Until the ranks answer,
+// listRanks has every rank listed, at the start and when a Router or an index is new. Until the ranks answer,
 // a new Router's account is incomplete.
-func (in *Ingress) resubscribe() {
+func (in *Ingress) listRanks() {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	if in.unsubscribe != nil {
-		in.unsubscribe()
+	if in.unsubscribe == nil {
+		in.unsubscribe = in.feed.Subscribe(in)
+	} else {
+		in.feed.List(in)
 	}
-	in.unsubscribe = in.feed.Subscribe(in)
 }
 
 var _ msg.Sink = (*Ingress)(nil)

@@ -3,7 +3,6 @@ package ingress
 import (
 	"hash/maphash"
 	"strconv"
-	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/rankleg"
@@ -36,7 +35,6 @@ type rank struct {
 	maxOngoing   int
 	rankRoom
 	engineFacts
-	rankResync
 	publishedState
 	attempts *attempt // attempts on this rank: head of a list
 }
@@ -63,13 +61,6 @@ type engineFacts struct {
 	maxModelLen    int  // tokens of a request and its answer; 0: unknown
 	hasStatus      bool // its engine has reported a status
 	lateReads      int64
-}
-
-// rankResync is the wait for a rank's snapshot after a record was missed.
-type rankResync struct {
-	resyncing   bool          // the rank's cache is ignored until its next snapshot
-	resyncAt    time.Duration // when a snapshot was last asked for; 0: never
-	resyncTimer *time.Timer   // repeats the request for a snapshot; nil: none
 }
 
 // publishedState holds the values that the Router has of a rank.
@@ -169,10 +160,6 @@ func (r *rank) cutStreams(cause error) {
 		}
 	}
 }
-
-// resyncInterval is the time a rank has to answer a request for a snapshot, and the least time between two
-// such requests.
-const resyncInterval = time.Second
 
 // columnOwner is the key of a rank's column of a tier in the index.
 func (r *rank) columnOwner(tier kvindex.Tier) kvindex.Owner {

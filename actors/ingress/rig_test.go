@@ -95,6 +95,7 @@ type feed struct {
 	port     msg.Sink // of a data port; nil: none
 	replicas []*replica
 	late     bool // a subscription is not answered: the test publishes
+	lists    int  // that were asked for after the first
 }
 
 func (f *feed) Subscribe(s msg.Sink) func() {
@@ -113,6 +114,13 @@ func (f *feed) Subscribe(s msg.Sink) func() {
 		defer f.mu.Unlock()
 		f.sink = nil
 	}
+}
+
+func (f *feed) List(s msg.Sink) {
+	f.mu.Lock()
+	f.lists++
+	f.mu.Unlock()
+	f.Subscribe(s)
 }
 
 func (f *feed) deliver(rec *msg.Record) {
@@ -167,7 +175,6 @@ type replica struct {
 	peak        int
 	dones       []msg.Done
 	firsts      int
-	resyncs     int
 	admits      int
 	refuse      func(m *msg.Admit) msg.Refusal
 	mute        bool // answers nobody
@@ -187,10 +194,6 @@ func (r *replica) TrySend(m any) error {
 func (r *replica) Stopped() <-chan struct{} { return r.stopped }
 
 func (r *replica) Send(m any) {
-	if _, ok := m.(msg.Resync); ok {
-		go r.resync() // its sender holds a lock that Deliver takes
-		return
-	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	switch m := m.(type) {
@@ -257,13 +260,6 @@ func (r *replica) endBusy() {
 		r.accepting = true
 		r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Accepting: true}})
 	}
-}
-
-func (r *replica) resync() {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.resyncs++
-	r.snapshot()
 }
 
 func (r *replica) admit(m *msg.Admit) {

@@ -68,7 +68,7 @@ func routerInfo(ar *appRouter, router *routing.Router) client.Info {
 }
 
 // ResetRouter drops the state of an application's policy, load that no rank has confirmed, and the index, and
-// asks every rank for a snapshot. Requests in flight, the queue and reservations are not affected. Errors are
+// has the ranks listed again. Requests in flight, the queue and reservations are not affected. Errors are
 // *problem.Error.
 func (in *Ingress) ResetRouter(app string) (client.ResetResult, error) {
 	ar, router, err := in.routerOf(app)
@@ -76,11 +76,12 @@ func (in *Ingress) ResetRouter(app string) (client.ResetResult, error) {
 		return client.ResetResult{}, err
 	}
 	router.Reset()
-	n := ar.resetCaches()
+	n := ar.resetCache()
 	if p := in.findPair(app); p != nil {
 		p.prefill.router.Load().Reset()
-		n += p.prefill.resetCaches()
+		n += p.prefill.resetCache()
 	}
+	in.listRanks()
 	in.log.Info("router reset", slog.String("app", app), slog.String("policy", router.Policy()),
 		slog.Int("ranks", n))
 	return client.ResetResult{App: app, Ranks: n}, nil
@@ -119,9 +120,7 @@ func (in *Ingress) DumpEvents(ctx context.Context, app string, emit func(*client
 		return false, nil
 	}
 	var chains []blockRun
-	if !c.inspect(ctx, func(held []*column) { chains, truncated = copyColumns(held) }) {
-		return false, context.Cause(ctx)
-	}
+	c.inspect(func(held []*kvindex.Column) { chains, truncated = copyColumns(held) })
 	run := client.Run{}
 	for _, ch := range chains {
 		run.Worker, run.Tier, run.Parent = routing.RankID(ch.owner.Rank).String(), tierNames[ch.owner.Tier],
@@ -143,10 +142,9 @@ func (in *Ingress) DumpEvents(ctx context.Context, app string, emit func(*client
 	return truncated, nil
 }
 
-// copyColumns copies the blocks of visible columns, at most maxDump. It runs on the index's writer, for some
-// milliseconds at the bound.
-func copyColumns(held []*column) (out []blockRun, truncated bool) {
-	slices.SortFunc(held, func(a, b *column) int {
+// copyColumns copies the blocks of visible columns, at most maxDump, which takes some milliseconds.
+func copyColumns(held []*kvindex.Column) (out []blockRun, truncated bool) {
+	slices.SortFunc(held, func(a, b *kvindex.Column) int {
 		x, y := a.Owner(), b.Owner()
 		return cmp.Or(cmp.Compare(x.Rank, y.Rank), cmp.Compare(x.Tier, y.Tier))
 	})
@@ -225,12 +223,7 @@ func (in *Ingress) Index(app string) *client.Index {
 	if ar == nil || ar.inputs().cache == nil {
 		return nil
 	}
-	c := ar.inputs().cache
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	s := c.status
-	s.Resyncs = ar.resyncs.Load()
-	return &s
+	return ar.inputs().cache.status()
 }
 
 // Identity is how text prompts of an application are identified: text or tokens; "" if its policy reads no

@@ -25,7 +25,7 @@ const (
 	RecStatus  // the engine's own report: Status
 	RecKVBegin // a column starts: KV.Tier, KV.BlockSize
 	RecKV      // blocks entered or left a column: KV.Tier, KV.Delta
-	RecKVEnd   // a column's snapshot is complete: KV.Tier, KV.Len, KV.Sum
+	RecKVEnd   // a column's snapshot is complete: KV.Tier
 	// Silent: the rank's node is silent, or is heard again (which a snapshot implies). It is made by the
 	// reader, so it has no number
 	RecSilent
@@ -48,7 +48,7 @@ type Record struct {
 	Hit     int    // RecAdmitted: prompt tokens expected in the rank's cache
 	Session uint64 // RecAdmitted: as in Admit
 	Out     int
-	Cause   string // RecDone, RecState, RecFirstToken
+	Cause   string // RecDone, RecState, RecFirstToken; RecSnapshot: CauseAsleep, CauseScaling or ""
 
 	// At of RecAdmitted, RecFirstToken, RecProgress and RecDone is when it happened, on the rank's own
 	// monotonic clock, whose origin is arbitrary and the same for one DPServer; 0: not known. A first
@@ -80,11 +80,6 @@ type KV struct {
 	Tier      kvindex.Tier
 	BlockSize int           // RecKVBegin: tokens or bytes per block, 0 = not known yet
 	Delta     kvindex.Delta // RecKV
-	// InSnapshot: it belongs to the snapshot of one sink. Only sinks on the rank's own node see it
-	InSnapshot bool
-	// RecKVEnd: blocks in the column. A reader whose Len or Sum differs has lost a record
-	Len int
-	Sum uint64 // RecKVEnd: sum of the block hashes
 }
 
 // Status is an engine's report about itself.
@@ -98,9 +93,12 @@ type Status struct {
 	LateReads int64
 }
 
-// Resync asks a DPServer to send one of its sinks a new RecSnapshot with all KV columns, because the sink
-// missed a record.
-type Resync struct{ Sink Sink }
+// List asks a DPServer for one RecSnapshot with all KV columns. The sink gets nothing else. Done is closed
+// after the last column; if the DPServer has stopped, it may stay open.
+type List struct {
+	Sink Sink
+	Done chan struct{}
+}
 
 // Snapshot is a replica's whole account at Record.Seq.
 type Snapshot struct {
@@ -113,7 +111,7 @@ type Snapshot struct {
 	MaxModelLen int   // tokens of a request and its answer; 0 = not known
 	Node        string
 	Target      Target
-	// of a rank on another node: it accepts messages that give something back and Resync, never an Admit
+	// of a rank on another node: it accepts messages that give something back, never an Admit
 	Mailbox Mailbox
 	Open    []OpenRequest
 }
@@ -128,11 +126,15 @@ type OpenRequest struct {
 	Decoding bool
 }
 
-// Sink receives a replica's stream in order. Deliver must not block and must not keep the record.
+// Sink receives the ranks' streams, each in order. Records of several ranks may come at the same time.
+// Deliver must not wait for others and must not keep the record.
 type Sink interface{ Deliver(r *Record) }
 
-// Feed is the source of the streams of all ranks of a node. A subscriber gets one RecSnapshot per live rank,
-// then deltas; a rank that starts later begins with its snapshot. cancel returns after the last Deliver.
+// Feed is the source of the streams of all ranks that a node knows: list, then watch. A subscriber gets one
+// RecSnapshot per live rank with its KV columns, then every record; a rank that starts later begins with its
+// snapshot. cancel returns after the last Deliver.
 type Feed interface {
 	Subscribe(s Sink) (cancel func())
+	// List sends a sink that has subscribed every rank's snapshot and KV columns again.
+	List(s Sink)
 }

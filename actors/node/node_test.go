@@ -60,7 +60,7 @@ const patience = 30 * time.Second
 type rig struct {
 	t      testing.TB
 	node   *node.Node
-	hub    *dpserver.Hub
+	hub    *msg.Hub
 	events chan msg.UnitEvent
 	dir    string
 	ports  *portAllocator
@@ -148,7 +148,7 @@ func timers() node.Timers {
 
 func newRig(t testing.TB, change ...func(c *node.Config)) *rig {
 	r := &rig{
-		t: t, hub: dpserver.NewHub(), events: make(chan msg.UnitEvent, 1000), dir: t.TempDir(),
+		t: t, hub: msg.NewHub(), events: make(chan msg.UnitEvent, 1000), dir: t.TempDir(),
 		ports: &portAllocator{epoch: 1}, accepting: map[string]bool{},
 	}
 	rt := engine.NewTransport()

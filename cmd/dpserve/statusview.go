@@ -442,7 +442,7 @@ func describeIndex(ix *client.Index) string {
 	for _, part := range []struct {
 		n    uint64
 		what string
-	}{{uint64(max(ix.Orphans, 0)), "orphans"}, {ix.Evicted, "evicted"}, {ix.Resyncs, "resyncs"}} {
+	}{{uint64(max(ix.Orphans, 0)), "orphans"}, {ix.Evicted, "evicted"}} {
 		if part.n > 0 {
 			s += fmt.Sprintf(", %d %s", part.n, part.what)
 		}

@@ -351,7 +351,7 @@ func TestDataIngressKilled(t *testing.T) {
 	}))
 	defer system.Shutdown()
 	f := &dpserver.Factory{
-		System: system, Hub: dpserver.NewHub(), Log: log,
+		System: system, Hub: msg.NewHub(), Log: log,
 		Timers:    dpserver.Timers{TicketLapse: 30 * time.Millisecond},
 		NewEngine: func(*msg.ReplicaSpec) dpserver.Engine { return healthyEngine{} },
 	}

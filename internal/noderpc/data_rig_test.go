@@ -28,6 +28,8 @@ type dataFeed struct {
 	sink msg.Sink
 }
 
+func (f *dataFeed) List(msg.Sink) {}
+
 func (f *dataFeed) Subscribe(s msg.Sink) func() {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -11,7 +11,7 @@ import (
 
 // The packed form of the records of a node's ranks. Each record is
 //
-//	length (uvarint) · kind (byte) · slot (uvarint) · fields
+//	length (uvarint) · kind (byte) · slot (uvarint) · number (uvarint) · fields
 //
 // A slot is a number that the sending process gives to one incarnation of a rank, and never again. A snapshot
 // names the rank of its slot, and so does the end of a rank, which may reach a reader before the snapshot.
@@ -22,10 +22,10 @@ import (
 // wireKind is a record's kind on the wire. The numbers are fixed; a test pins them.
 type wireKind byte
 
-// A record of msg has its own number plus 1 on the wire. These kinds exist on the wire only.
+// A record of msg has its own number plus 1 on the wire. wireListed exists on the wire only: every rank of
+// the node has been listed, and one that was not has ended.
 const (
-	wireMore   wireKind = 64 // open requests that did not fit into the snapshot before
-	wireRoster wireKind = 65 // every rank of the node; a rank that is missing has ended
+	wireListed wireKind = 64
 	lastRecord          = wireKind(msg.RecKVEnd) + 1
 )
 
@@ -33,15 +33,13 @@ func wireOf(k msg.RecordKind) wireKind { return wireKind(k) + 1 }
 
 // Bounds of packed records; the reader refuses larger values.
 const (
-	maxString       = 4 << 10  // bytes of a text
-	maxHashes       = 4 << 10  // of one record
-	maxOpenRequests = 1 << 20  // open requests of a snapshot
-	maxRanks        = 1 << 16  // of a node
-	maxCount        = 1 << 40  // of tokens and the like
-	maxAt           = 1 << 50  // microseconds on a rank's clock: 35 years
-	partBytes       = 32 << 10 // of a snapshot, before it is cut
-	openBytes       = 64       // of an open request, beside its ingress's name, at most
-	prefixBytes     = 4        // of a length, at most: no record is longer than 256 MiB
+	maxString       = 4 << 10 // bytes of a text
+	maxHashes       = 4 << 10 // of one record
+	maxOpenRequests = 1 << 20 // open requests of a snapshot
+	maxRanks        = 1 << 16 // of a node
+	maxCount        = 1 << 40 // of tokens and the like
+	maxAt           = 1 << 50 // microseconds on a rank's clock: 35 years
+	maxRecord       = 1 << 27 // bytes: a snapshot with so many requests
 )
 
 // Flags of a record.
@@ -50,7 +48,6 @@ const (
 	flagTaking                     // RecSnapshot: Snapshot.Accepting
 	flagCachingOff
 	flagOwned
-	flagMore // of a snapshot: a wireMore follows
 	flagFenced
 	flagDraining
 	flagUsage // RecStatus: HasKVUsage
@@ -77,36 +74,36 @@ func (id *identity) setIn(rec *msg.Record) {
 }
 
 // packer packs records. Its result is valid until its next use; in the steady state it allocates nothing.
-type packer struct {
-	buf  []byte
-	ends []int // of the records in buf
-}
+type packer struct{ buf []byte }
 
-// pack packs a record in one or more parts, one after the other: buf[:ends[0]], buf[ends[0]:ends[1]] … A
-// record over a bound has no part: its reader detects a gap, and asks for a snapshot.
+// pack packs a record into buf.
 func (p *packer) pack(slot uint64, rec *msg.Record) {
-	p.buf, p.ends = p.buf[:0], p.ends[:0]
+	p.buf = p.buf[:0]
 	switch rec.Kind {
 	case msg.RecSnapshot:
 		p.snapshot(slot, rec)
 	case msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress, msg.RecDone:
-		p.begin(wireOf(rec.Kind), slot)
-		p.u64(rec.Seq)
+		p.begin(slot, rec)
 		p.request(rec.ReqID, rec.Ingress, rec.Tokens, rec.Hit, rec.Out)
 		p.text(rec.Cause)
-		p.optionalFields(rec)
+		p.u64(toMicros(rec.At))
+		switch rec.Kind {
+		case msg.RecAdmitted:
+			p.u64(rec.Session)
+		case msg.RecDone:
+			p.text(rec.Turn)
+		default:
+		}
 		p.end()
 	case msg.RecState:
-		p.begin(wireOf(rec.Kind), slot)
-		p.u64(rec.Seq)
+		p.begin(slot, rec)
 		p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(rec.Fenced,
 			flagFenced)|flag(rec.Draining, flagDraining)|flag(rec.Tripped, flagTripped))
 		p.text(rec.Cause)
-		p.turn(rec.Turn)
+		p.text(rec.Turn)
 		p.end()
 	case msg.RecGone:
-		p.begin(wireOf(rec.Kind), slot)
-		p.u64(rec.Seq)
+		p.begin(slot, rec)
 		p.identity(identityOf(rec))
 		p.end()
 	case msg.RecStatus:
@@ -117,131 +114,69 @@ func (p *packer) pack(slot uint64, rec *msg.Record) {
 	}
 }
 
-// optionalFields packs the optional fields of a record about a request. The reader knows a field by its
-// position, so the fields before it are packed too, even if empty. A record without optional fields is packed
-// as in older versions.
-func (p *packer) optionalFields(rec *msg.Record) {
-	hasAt := rec.At > 0
-	switch {
-	case rec.Kind == msg.RecAdmitted && (hasAt || rec.Session != 0):
-		p.fixed(rec.Session)
-	case rec.Kind == msg.RecDone && (hasAt || rec.Turn != ""):
-		p.text(rec.Turn)
-	}
-	if hasAt {
-		p.u64(toMicros(rec.At))
-	}
-}
-
-// toMicros is a rank's time on the wire, rounded up: a known time is never 0 there.
+// toMicros is a rank's time on the wire, rounded up: a known time is never 0 there, and 0 is none.
 func toMicros(at time.Duration) uint64 {
 	at = min(at, maxAt*time.Microsecond)
 	return uint64((at + time.Microsecond - 1) / time.Microsecond) //nolint:gosec // at is positive
 }
 
-// turn packs the ingress that has room; a record without one is packed as in older versions.
-func (p *packer) turn(ingress string) {
-	if ingress != "" {
-		p.text(ingress)
-	}
-}
-
 func (p *packer) status(slot uint64, rec *msg.Record) {
 	s := &rec.Status
-	p.begin(wireOf(rec.Kind), slot)
-	p.u64(rec.Seq)
+	p.begin(slot, rec)
 	p.buf = append(p.buf, flag(s.HasKVUsage, flagUsage))
 	p.fixed(math.Float64bits(s.KVUsage))
 	p.count(s.Capacity)
 	p.count(int64(s.BlockSize))
-	if s.LateReads > 0 { // a record without is packed as in older versions
-		p.count(s.LateReads)
-	}
+	p.count(s.LateReads)
 	p.end()
 }
 
 func (p *packer) kv(slot uint64, rec *msg.Record) {
 	kv := &rec.KV
-	if len(kv.Delta.Hashes) > maxHashes {
-		return
-	}
-	p.begin(wireOf(rec.Kind), slot)
-	p.u64(rec.Seq)
+	p.begin(slot, rec)
 	p.buf = append(p.buf, byte(kv.Tier))
 	switch rec.Kind {
 	case msg.RecKVBegin:
 		p.count(int64(kv.BlockSize))
-	case msg.RecKVEnd:
-		p.count(int64(kv.Len))
-		p.fixed(kv.Sum)
-	default:
+	case msg.RecKV:
 		p.buf = append(p.buf, byte(kv.Delta.Change))
 		p.fixed(kv.Delta.Parent)
 		p.count(int64(len(kv.Delta.Hashes)))
 		for _, h := range kv.Delta.Hashes {
 			p.fixed(h)
 		}
+	default:
 	}
 	p.end()
 }
 
-// snapshot packs a snapshot in as many parts as it needs.
 func (p *packer) snapshot(slot uint64, rec *msg.Record) {
 	s := rec.Snapshot
-	n := countFitting(s.Open)
-	p.begin(wireOf(rec.Kind), slot)
-	p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(s.Accepting, flagTaking)|flag(s.CachingOff,
-		flagCachingOff)|
-		flag(s.Target.Owned, flagOwned)|flag(n < len(s.Open), flagMore)|flag(s.Tripped, flagTripped))
-	p.u64(rec.Seq)
+	p.begin(slot, rec)
+	p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(s.Accepting, flagTaking)|
+		flag(s.CachingOff, flagCachingOff)|flag(s.Target.Owned, flagOwned)|flag(s.Tripped, flagTripped))
 	p.identity(identityOf(rec))
+	p.text(rec.Cause)
 	p.count(int64(s.MaxOngoing))
 	p.count(s.Capacity)
 	p.count(int64(s.BlockSize))
+	p.count(int64(s.MaxModelLen))
 	p.text(s.Node)
 	p.text(s.Target.URL)
 	p.text(s.Target.Addressing)
 	p.count(int64(s.Target.Selector))
-	p.open(s.Open[:n])
-	if s.MaxModelLen > 0 {
-		p.count(int64(s.MaxModelLen))
-	}
-	p.end()
-	for rest := s.Open[n:]; len(rest) > 0; rest = rest[n:] {
-		n = countFitting(rest)
-		p.begin(wireMore, slot)
-		p.buf = append(p.buf, flag(n < len(rest), flagMore))
-		p.open(rest[:n])
-		p.end()
-	}
-}
-
-// countFitting is how many open requests fit into one part.
-func countFitting(open []msg.OpenRequest) (n int) {
-	for size := 0; n < len(open) && size < partBytes; n++ {
-		size += openBytes + len(open[n].Ingress)
-	}
-	return n
-}
-
-func (p *packer) open(list []msg.OpenRequest) {
-	p.count(int64(len(list)))
-	for i := range list {
-		o := &list[i]
+	p.count(int64(len(s.Open)))
+	for i := range s.Open {
+		o := &s.Open[i]
 		p.request(o.ReqID, o.Ingress, o.Tokens, o.Hit, o.Out)
 		p.buf = append(p.buf, flag(o.Decoding, 1))
 	}
+	p.end()
 }
 
-// roster packs the list of all ranks of a node, by slot.
-func (p *packer) roster(n int, each func(yield func(slot uint64, id identity))) {
-	p.buf, p.ends = p.buf[:0], p.ends[:0]
-	p.begin(wireRoster, 0)
-	p.count(int64(n))
-	each(func(slot uint64, id identity) {
-		p.u64(slot)
-		p.identity(id)
-	})
+// listed packs the end of a list.
+func (p *packer) listed() {
+	p.buf = append(p.buf[:0], 0, byte(wireListed), 0, 0)
 	p.end()
 }
 
@@ -262,25 +197,21 @@ func (p *packer) request(id uint64, ingress string, tokens, hit, out int) {
 }
 
 // begin leaves one byte for the length: nearly every record is that short.
-func (p *packer) begin(kind wireKind, slot uint64) {
-	p.buf = append(p.buf, 0, byte(kind))
+func (p *packer) begin(slot uint64, rec *msg.Record) {
+	p.buf = append(p.buf, 0, byte(wireOf(rec.Kind)))
 	p.u64(slot)
+	p.u64(rec.Seq)
 }
 
 func (p *packer) end() {
-	start := 0
-	if n := len(p.ends); n > 0 {
-		start = p.ends[n-1]
-	}
-	size := len(p.buf) - start - 1
-	var prefix [prefixBytes + 1]byte
+	size := len(p.buf) - 1
+	var prefix [binary.MaxVarintLen64]byte
 	n := binary.PutUvarint(prefix[:], uint64(size)) //nolint:gosec // a length
 	if n > 1 {
 		p.buf = append(p.buf, prefix[:n-1]...)
-		copy(p.buf[start+n:], p.buf[start+1:start+1+size])
+		copy(p.buf[n:], p.buf[1:1+size])
 	}
-	copy(p.buf[start:], prefix[:n])
-	p.ends = append(p.ends, len(p.buf))
+	copy(p.buf, prefix[:n])
 }
 
 func (p *packer) u64(v uint64) { p.buf = binary.AppendUvarint(p.buf, v) }

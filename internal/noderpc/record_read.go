@@ -13,15 +13,18 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// errFraming says that packed records end within a record, or that a length is wrong: nothing after it can be
-// read.
-var errFraming = errors.New("a record's length does not fit what was sent")
+// Reasons to end a stream and to have its ranks listed again.
+var (
+	errMalformed = errors.New("a record contradicts itself or a bound")
+	errGap       = errors.New("a record is missing")
+)
 
 // remoteRank is a rank as a stream's reader knows it.
 type remoteRank struct {
 	identity
 	slot    uint64
-	gen     uint64 // of the feedSubscribers that have its snapshot; used by the Feed
+	seq     uint64              // of its last record
+	sinks   []*msg.Subscription // that have its snapshot
 	mailbox *remoteMailbox
 }
 
@@ -36,30 +39,27 @@ func (id *identity) key() appRank { return appRank{id.app, id.rank} }
 // recordHandler receives the records that an unpacker reads. rec is valid during the call only.
 type recordHandler interface {
 	record(src *remoteRank, rec *msg.Record)
-	roster(list []identity)
+	listed() // every rank of the node has had its snapshot
 }
 
 // unpackStats counts what an unpacker skipped.
 type unpackStats struct {
 	kinds     atomic.Uint64 // records of an unknown kind
-	fields    atomic.Uint64 // records with fields after the known ones
-	malformed atomic.Uint64 // records that contradict themselves or a bound
-	strays    atomic.Uint64 // records of ranks without a snapshot
+	malformed atomic.Uint64 // streams that ended with such a record, or with a gap
 }
 
-// unpacker reads the packed records of one stream. Its memory is bounded for any input. In the steady state
-// it allocates nothing.
+// unpacker reads the packed records of one stream, which may be cut anywhere. Its memory is bounded for any
+// input. In the steady state it allocates nothing.
 type unpacker struct {
 	stats *unpackStats
 	slots map[uint64]*remoteRank
 	ranks map[appRank]*remoteRank
 	texts map[string]string
+	rest  []byte // the beginning of a record whose end comes with the next message
 
-	rec     msg.Record // re-used, as all fields below
-	snap    msg.Snapshot
-	hashes  []uint64
-	pending *remoteRank // of the snapshot being read, until its last part is here
-	ids     []identity
+	rec    msg.Record // re-used, as all fields below
+	snap   msg.Snapshot
+	hashes []uint64
 }
 
 // maxTexts bounds the texts an unpacker keeps, so that repeated names cost nothing.
@@ -74,79 +74,67 @@ func newUnpacker(skipped *unpackStats) *unpacker {
 
 // unpack passes the records to to, in order. After an error nothing more can be read of this stream.
 func (u *unpacker) unpack(packed []byte, to recordHandler) error {
-	for len(packed) > 0 {
-		size, n := binary.Uvarint(packed)
-		if n <= 0 || size == 0 || size > uint64(len(packed[n:])) {
-			return fmt.Errorf("%w: %d bytes left", errFraming, len(packed))
-		}
-		body := packed[n : n+int(size)] //nolint:gosec // at most len(packed)
-		packed = packed[n+int(size):]   //nolint:gosec // as above
-		u.readRecord(wireKind(body[0]), &cursor{b: body[1:], texts: u.texts}, to)
+	if len(u.rest) > 0 {
+		u.rest = append(u.rest, packed...)
+		packed = u.rest
 	}
-	return nil
+	for {
+		size, n := binary.Uvarint(packed)
+		if n < 0 || n > 0 && (size == 0 || size > maxRecord) {
+			u.stats.malformed.Add(1)
+			return errMalformed
+		}
+		if n == 0 || size > uint64(len(packed)-n) { //nolint:gosec // at most len(packed)
+			u.rest = append(u.rest[:0], packed...)
+			return nil
+		}
+		end := n + int(size) //nolint:gosec // at most maxRecord
+		if err := u.readRecord(&cursor{b: packed[n:end], texts: u.texts}, to); err != nil {
+			u.stats.malformed.Add(1)
+			return err
+		}
+		packed = packed[end:]
+	}
 }
 
-func (u *unpacker) readRecord(kind wireKind, c *cursor, to recordHandler) {
-	slot := c.u64()
-	if kind != wireMore {
-		u.pending = nil // the parts of a snapshot follow each other
-	}
-	var src *remoteRank
+func (u *unpacker) readRecord(c *cursor, to recordHandler) error {
+	kind, slot, seq := wireKind(c.byte()), c.u64(), c.u64()
+	src := u.slots[slot]
+	u.rec = msg.Record{Kind: msg.RecordKind(kind - 1), Seq: seq}
 	switch {
-	case kind == wireRoster:
-		u.readRoster(c)
-	case kind == wireMore:
-		src = u.readMore(slot, c)
+	case c.bad:
+		return errMalformed
+	case kind == wireListed:
+		to.listed()
+		return nil
 	case kind == wireOf(msg.RecSnapshot):
 		src = u.readSnapshot(slot, c)
 	case kind == wireOf(msg.RecGone):
 		src = u.readGone(slot, c)
-	case kind > 0 && kind <= lastRecord:
-		src = u.readDelta(msg.RecordKind(kind-1), slot, c)
-	default:
+	case src == nil:
+		return nil // of a rank that is still to be listed
+	case seq > src.seq+1:
+		return fmt.Errorf("%w: %d follows %d", errGap, seq, src.seq)
+	case kind == 0 || kind > lastRecord:
 		u.stats.kinds.Add(1)
-		return
+		src.seq = seq
+		return nil
+	default:
+		u.readDelta(c)
 	}
-	if !u.checkRecord(c) {
-		u.pending = nil
-		return
-	}
-	if kind == wireRoster {
-		to.roster(u.ids)
-	} else if src != nil {
-		u.passOn(src, to)
-	}
-}
-
-// checkRecord says whether a record was read whole, and counts if it was not.
-func (u *unpacker) checkRecord(c *cursor) bool {
-	if c.bad {
-		u.stats.malformed.Add(1)
-		return false
-	}
-	if len(c.b) > 0 {
-		u.stats.fields.Add(1)
+	if c.bad || u.rec.Kind == msg.RecSnapshot && !u.addRank(src) {
+		return errMalformed
 	}
 	if len(u.texts) > maxTexts {
 		clear(u.texts)
 	}
-	return true
-}
-
-// passOn passes the current record on, and adds or removes its rank.
-func (u *unpacker) passOn(src *remoteRank, to recordHandler) {
-	switch u.rec.Kind {
-	case msg.RecSnapshot:
-		if !u.addRank(src) {
-			u.stats.malformed.Add(1)
-			return
-		}
-	case msg.RecGone:
+	if u.rec.Kind == msg.RecGone {
 		u.removeRank(src)
-	default:
 	}
+	src.seq = seq
 	src.setIn(&u.rec)
 	to.record(src, &u.rec)
+	return nil
 }
 
 func (u *unpacker) addRank(src *remoteRank) bool {
@@ -175,7 +163,6 @@ func (u *unpacker) removeRank(src *remoteRank) {
 
 // readGone reads the end of a rank, whether it is known or not.
 func (u *unpacker) readGone(slot uint64, c *cursor) *remoteRank {
-	u.rec = msg.Record{Kind: msg.RecGone, Seq: c.u64()}
 	id := c.identity()
 	if src := u.slots[slot]; src != nil && src.identity == id {
 		return src
@@ -183,45 +170,33 @@ func (u *unpacker) readGone(slot uint64, c *cursor) *remoteRank {
 	return &remoteRank{identity: id, slot: slot}
 }
 
-// readDelta reads a record between a rank's snapshot and its end; nil if the rank is not known.
-func (u *unpacker) readDelta(kind msg.RecordKind, slot uint64, c *cursor) *remoteRank {
-	src := u.slots[slot]
-	if src == nil {
-		u.stats.strays.Add(1)
-		c.b = nil
-		return nil
-	}
+// readDelta reads a record between a rank's snapshot and its end.
+func (u *unpacker) readDelta(c *cursor) {
 	rec := &u.rec
-	*rec = msg.Record{Kind: kind, Seq: c.u64()}
-	switch kind {
+	switch rec.Kind {
 	case msg.RecState:
 		flags := c.byte()
 		rec.Accepting, rec.Fenced, rec.Draining = flags&flagAccepting != 0, flags&flagFenced != 0,
 			flags&flagDraining != 0
 		rec.Tripped = flags&flagTripped != 0
-		rec.Cause = c.text()
-		rec.Turn = c.turn()
+		rec.Cause, rec.Turn = c.text(), c.text()
 	case msg.RecStatus:
 		rec.Status.HasKVUsage = c.byte()&flagUsage != 0
 		rec.Status.KVUsage = math.Float64frombits(c.fixed())
-		rec.Status.Capacity, rec.Status.BlockSize = c.count(), c.int()
-		if len(c.b) > 0 {
-			rec.Status.LateReads = c.count()
-		}
+		rec.Status.Capacity, rec.Status.BlockSize, rec.Status.LateReads = c.count(), c.int(), c.count()
 	case msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
 		u.readKV(c)
 	default:
 		rec.ReqID, rec.Ingress, rec.Tokens, rec.Hit, rec.Out = c.request()
-		rec.Cause = c.text()
-		if kind == msg.RecAdmitted && len(c.b) > 0 {
-			rec.Session = c.fixed()
+		rec.Cause, rec.At = c.text(), c.at()
+		switch rec.Kind {
+		case msg.RecAdmitted:
+			rec.Session = c.u64()
+		case msg.RecDone:
+			rec.Turn = c.text()
+		default:
 		}
-		if kind == msg.RecDone {
-			rec.Turn = c.turn()
-		}
-		rec.At = c.at()
 	}
-	return src
 }
 
 func (u *unpacker) readKV(c *cursor) {
@@ -230,10 +205,7 @@ func (u *unpacker) readKV(c *cursor) {
 	switch u.rec.Kind {
 	case msg.RecKVBegin:
 		kv.BlockSize = c.int()
-	case msg.RecKVEnd:
-		kv.Len = c.int()
-		kv.Sum = c.fixed()
-	default:
+	case msg.RecKV:
 		kv.Delta.Change = kvindex.Change(c.byte())
 		kv.Delta.Parent = c.fixed()
 		u.hashes = u.hashes[:0]
@@ -241,77 +213,35 @@ func (u *unpacker) readKV(c *cursor) {
 			u.hashes = append(u.hashes, c.fixed())
 		}
 		kv.Delta.Hashes = u.hashes
+	default:
 	}
 }
 
-// readSnapshot reads a snapshot, or its first part, which is passed on only with the last one.
 func (u *unpacker) readSnapshot(slot uint64, c *cursor) *remoteRank {
-	flags := c.byte()
-	u.rec = msg.Record{
-		Kind: msg.RecSnapshot, RankState: msg.RankState{Accepting: flags&flagAccepting != 0}, Seq: c.u64(),
-		Snapshot: &u.snap,
-	}
-	id := c.identity()
+	flags, id := c.byte(), c.identity()
+	u.rec.Accepting, u.rec.Cause, u.rec.Snapshot = flags&flagAccepting != 0, c.text(), &u.snap
 	u.snap = msg.Snapshot{
 		Accepting: flags&flagTaking != 0, Tripped: flags&flagTripped != 0,
 		CachingOff: flags&flagCachingOff != 0, MaxOngoing: c.int(), Capacity: c.count(),
-		BlockSize: c.int(), Node: c.text(),
+		BlockSize: c.int(), MaxModelLen: c.int(), Node: c.text(),
 		Target: msg.Target{
 			Owned: flags&flagOwned != 0, URL: c.text(), Addressing: c.text(), Selector: c.int(),
 		},
 		Open: u.snap.Open[:0],
 	}
-	u.readOpen(c)
-	if len(c.b) > 0 { // otherwise the engine, or an older version, did not report it
-		u.snap.MaxModelLen = c.int()
-	}
-	src := u.slots[slot]
-	if src == nil || src.identity != id {
-		src = &remoteRank{identity: id, slot: slot}
-	}
-	return u.finishSnapshot(src, flags)
-}
-
-// readMore reads a further part of a snapshot.
-func (u *unpacker) readMore(slot uint64, c *cursor) *remoteRank {
-	flags := c.byte()
-	if u.pending == nil || u.pending.slot != slot {
-		u.stats.strays.Add(1) // its first part was malformed
-		c.b = nil
-		return nil
-	}
-	u.readOpen(c)
-	return u.finishSnapshot(u.pending, flags)
-}
-
-func (u *unpacker) finishSnapshot(src *remoteRank, flags byte) *remoteRank {
-	if flags&flagMore != 0 {
-		u.pending = src
-		return nil
-	}
-	u.pending = nil
-	return src
-}
-
-func (u *unpacker) readOpen(c *cursor) {
-	n := c.size(maxOpenRequests-len(u.snap.Open), 8)
-	for range n {
+	for range c.size(maxOpenRequests, 8) {
 		var o msg.OpenRequest
 		o.ReqID, o.Ingress, o.Tokens, o.Hit, o.Out = c.request()
 		o.Decoding = c.byte() != 0
 		if c.bad {
-			return
+			break
 		}
 		u.snap.Open = append(u.snap.Open, o)
 	}
-}
-
-func (u *unpacker) readRoster(c *cursor) {
-	u.ids = u.ids[:0]
-	for range c.size(maxRanks, 8) {
-		c.u64() // the slot, which the snapshot repeats
-		u.ids = append(u.ids, c.identity())
+	if src := u.slots[slot]; src != nil && src.identity == id {
+		return src
 	}
+	return &remoteRank{identity: id, slot: slot}
 }
 
 // cursor reads the fields of a record. After a field that is missing everything is zero, and bad is set.
@@ -394,20 +324,9 @@ func (c *cursor) text() string {
 	return s
 }
 
-// turn is the last, optional text of a record.
-func (c *cursor) turn() string {
-	if len(c.b) == 0 {
-		return ""
-	}
-	return c.text()
-}
-
-// at is the optional time of a record. A time that no rank's clock can show is read as none: the record is
-// valid without it, and leaving it out would cost the reader a snapshot.
+// at is the time of a record. A time that no rank's clock can show is read as none: the record is valid
+// without it.
 func (c *cursor) at() time.Duration {
-	if len(c.b) == 0 {
-		return 0
-	}
 	v := c.u64()
 	if v > maxAt {
 		return 0

@@ -32,18 +32,19 @@ import (
 type discardAll struct{}
 
 func (discardAll) Subscribe(msg.Sink) (cancel func()) { return func() {} }
+func (discardAll) List(msg.Sink)                      {}
 func (discardAll) Deliver(*msg.Record)                {}
 func (discardAll) TrySend(any) error                  { return nil }
 func (discardAll) Send(any)                           {}
 func (discardAll) Stopped() <-chan struct{}           { return nil }
 
-func benchServer(tb testing.TB, streams int) (*StreamServer, *broadcastSink) {
+func benchServer(tb testing.TB, streams int) *StreamServer {
 	s := NewStreamServer(StreamServerConfig{Feed: discardAll{}, Log: slog.New(slog.DiscardHandler)})
 	for i := range streams {
 		_, err := s.addStream(fmt.Sprintf("node-%d", i))
 		require.NoError(tb, err)
 	}
-	return s, &broadcastSink{s}
+	return s
 }
 
 // benchRecords are the records of one request on one of several ranks.
@@ -72,7 +73,7 @@ func benchRecords(rank int) []msg.Record {
 func BenchmarkRecordIn(b *testing.B) {
 	for _, streams := range []int{1, 64} {
 		b.Run(fmt.Sprintf("streams=%d", streams), func(b *testing.B) {
-			_, tap := benchServer(b, streams)
+			tap := benchServer(b, streams)
 			recs := benchRecords(0)
 			tap.Deliver(&recs[0])
 			b.ReportAllocs()
@@ -85,10 +86,10 @@ func BenchmarkRecordIn(b *testing.B) {
 
 // BenchmarkRecordOut is the way of a record from a message to a sink.
 func BenchmarkRecordOut(b *testing.B) {
-	f := &Feed{}
-	f.subscribers.Store(&feedSubscribers{list: []*feedSubscriber{{sink: discardAll{}}}})
-	l := &link{feed: f, ranks: map[appRank]*remoteRank{}}
-	in := newUnpacker(&f.skipped)
+	hub := msg.NewHub()
+	hub.Subscribe(discardAll{})
+	l := &link{links: &RankLinks{config: RankLinksConfig{Hub: hub}}, ranks: map[appRank]*remoteRank{}}
+	in := newUnpacker(&l.links.skipped)
 	var p packer
 	recs := benchRecords(0)
 	p.pack(1, &recs[0])
@@ -111,9 +112,9 @@ func BenchmarkRecordOut(b *testing.B) {
 
 // BenchmarkPost is the way of a post from a message to a mailbox, without the message.
 func BenchmarkPost(b *testing.B) {
-	s, tap := benchServer(b, 1)
+	s := benchServer(b, 1)
 	recs := benchRecords(0)
-	tap.Deliver(&recs[0])
+	s.Deliver(&recs[0])
 	p := toPost(&msg.Done{TicketID: 7, Cause: "ok", CompletionTokens: 120})
 	p.Unit, p.Rank, p.Epoch, p.Incarnation = recs[0].Unit, uint32(recs[0].Rank), recs[0].Epoch,
 		recs[0].Incarnation
@@ -213,7 +214,7 @@ func BenchmarkNode(b *testing.B) {
 }
 
 func benchNode(b *testing.B, nodes int) {
-	h := &fakeHub{}
+	h := msg.NewHub()
 	streams := NewStreamServer(StreamServerConfig{Feed: h, Log: slog.New(slog.DiscardHandler)})
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(b, err)
@@ -316,8 +317,9 @@ func TestReadersOfABenchmark(t *testing.T) {
 }
 
 func benchIngress(b *nodeStore, id string, posts int) {
-	f := NewFeed(FeedConfig{
-		Self: id, Store: b, Log: slog.New(slog.DiscardHandler),
+	hub := msg.NewHub()
+	NewRankLinks(RankLinksConfig{
+		Self: id, Hub: hub, Store: b, Log: slog.New(slog.DiscardHandler),
 		Open: func(ctx context.Context, n state.Node) (StreamClient, error) {
 			cc, err := grpc.NewClient(n.Address,
 				grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{InsecureSkipVerify: true})),
@@ -329,7 +331,7 @@ func benchIngress(b *nodeStore, id string, posts int) {
 		},
 	})
 	m := mailboxes{make(chan msg.Mailbox, 1)}
-	f.Subscribe(m)
+	hub.Subscribe(m)
 	box := <-m.found
 	time.Sleep(2 * time.Second)
 	sent := 0

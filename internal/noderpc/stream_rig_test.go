@@ -26,51 +26,9 @@ import (
 	"github.com/dpserve/dpserve/test/memnet"
 )
 
-// fakeHub is a node's local feed over fake ranks, with the contract of the real one.
-type fakeHub struct {
-	mu    sync.Mutex
-	subs  []*hubSub
-	ranks []*fakeRank
-}
-
-type hubSub struct {
-	mu     sync.Mutex
-	sink   msg.Sink
-	closed bool
-}
-
-func (s *hubSub) deliver(rec *msg.Record) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if !s.closed {
-		s.sink.Deliver(rec)
-	}
-}
-
-func (h *fakeHub) Subscribe(sink msg.Sink) (cancel func()) {
-	sub := &hubSub{sink: sink}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.subs = append(h.subs, sub)
-	for _, r := range h.ranks {
-		r.post(func() {
-			r.subs = append(r.subs, sub)
-			r.snapshot(sub)
-		})
-	}
-	return func() {
-		h.mu.Lock()
-		h.subs = slices.DeleteFunc(h.subs, func(o *hubSub) bool { return o == sub })
-		h.mu.Unlock()
-		sub.mu.Lock()
-		defer sub.mu.Unlock()
-		sub.closed = true
-	}
-}
-
 // fakeRank is a DPServer: an actor with an account, KV columns and a stream.
 type fakeRank struct {
-	hub  *fakeHub
+	hub  *msg.Hub
 	node string
 	id   identity
 	work chan func()
@@ -78,31 +36,22 @@ type fakeRank struct {
 	done chan struct{}
 
 	// below: its own goroutine
-	subs          []*hubSub
-	seq           uint64
-	accepting     bool
-	open          map[uint64]msg.OpenRequest
-	columns       map[kvindex.Tier]map[uint64]bool
-	got           []any // posted
-	resyncs       int
-	ignoresResync bool // it answers no Resync
-	ended         bool
+	subs      []*msg.Subscription
+	seq       uint64
+	accepting bool
+	open      map[uint64]msg.OpenRequest
+	columns   map[kvindex.Tier]map[uint64]bool
+	got       []any // posted
+	lists     int   // that other nodes have asked for
+	ended     bool
 }
 
-func (h *fakeHub) start(node string, id identity) *fakeRank {
+func startRank(hub *msg.Hub, node string, id identity) *fakeRank {
 	r := &fakeRank{
-		hub: h, node: node, id: id, work: make(chan func(), 1<<16), quit: make(chan struct{}),
+		hub: hub, node: node, id: id, work: make(chan func(), 1<<16), quit: make(chan struct{}),
 		done: make(chan struct{}), accepting: true,
 		open: map[uint64]msg.OpenRequest{}, columns: map[kvindex.Tier]map[uint64]bool{},
 	}
-	h.mu.Lock()
-	h.ranks = append(h.ranks, r)
-	subs := slices.Clone(h.subs)
-	r.post(func() {
-		r.subs = subs
-		r.publish()
-	})
-	h.mu.Unlock()
 	go func() {
 		defer close(r.done)
 		for {
@@ -114,7 +63,27 @@ func (h *fakeHub) start(node string, id identity) *fakeRank {
 			}
 		}
 	}()
+	r.post(func() {
+		for _, sub := range hub.AddRank(r) {
+			r.list(sub)
+		}
+	})
 	return r
+}
+
+// List implements msg.Source.
+func (r *fakeRank) List(sub *msg.Subscription) { r.post(func() { r.list(sub) }) }
+
+func (r *fakeRank) list(sub *msg.Subscription) {
+	if !slices.Contains(r.subs, sub) {
+		r.subs = append(r.subs, sub)
+	}
+	r.snapshot(sub)
+}
+
+// Forget implements msg.Source.
+func (r *fakeRank) Forget(sub *msg.Subscription) {
+	r.post(func() { r.subs = slices.DeleteFunc(r.subs, func(o *msg.Subscription) bool { return o == sub }) })
 }
 
 func (r *fakeRank) post(f func()) {
@@ -133,9 +102,7 @@ func (r *fakeRank) do(f func()) {
 
 // stop ends the rank.
 func (r *fakeRank) stop() {
-	r.hub.mu.Lock()
-	r.hub.ranks = slices.DeleteFunc(r.hub.ranks, func(o *fakeRank) bool { return o == r })
-	r.hub.mu.Unlock()
+	r.hub.Remove(r)
 	r.do(func() {
 		r.emit(msg.Record{Kind: msg.RecGone})
 		r.ended = true
@@ -151,13 +118,10 @@ func (r *fakeRank) TrySend(m any) error {
 
 func (r *fakeRank) Send(m any) {
 	r.post(func() {
-		if ask, ok := m.(msg.Resync); ok {
-			r.resyncs++
-			for _, sub := range r.subs {
-				if sub.sink == ask.Sink && !r.ignoresResync {
-					r.snapshot(sub)
-				}
-			}
+		if ask, ok := m.(msg.List); ok {
+			r.lists++
+			r.snapshot(ask.Sink)
+			close(ask.Done)
 			return
 		}
 		r.got = append(r.got, m)
@@ -175,7 +139,7 @@ func (r *fakeRank) emit(rec msg.Record) {
 	r.seq++
 	r.stamp(&rec)
 	for _, sub := range r.subs {
-		sub.deliver(&rec)
+		sub.Deliver(&rec)
 	}
 }
 
@@ -186,11 +150,10 @@ func (r *fakeRank) publish() {
 	}
 }
 
-func (r *fakeRank) snapshot(sub *hubSub) {
+func (r *fakeRank) snapshot(sub msg.Sink) {
 	give := func(rec msg.Record) {
 		r.stamp(&rec)
-		rec.KV.InSnapshot = rec.Kind != msg.RecSnapshot
-		sub.deliver(&rec)
+		sub.Deliver(&rec)
 	}
 	state := msg.RankState{Accepting: r.accepting}
 	give(msg.Record{Kind: msg.RecSnapshot, RankState: state, Snapshot: &msg.Snapshot{
@@ -207,15 +170,8 @@ func (r *fakeRank) snapshot(sub *hubSub) {
 				KV:   msg.KV{Tier: tier, Delta: kvindex.Delta{Change: kvindex.Stored, Hashes: part}},
 			})
 		}
-		give(msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: tier, Len: len(column), Sum: sum(column)}})
+		give(msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: tier}})
 	}
-}
-
-func sum(column map[uint64]bool) (s uint64) {
-	for h := range column {
-		s += h
-	}
-	return s
 }
 
 // admit and finish begin and end a request.
@@ -270,7 +226,6 @@ type rankView struct {
 	open              map[uint64]msg.OpenRequest
 	columns           map[kvindex.Tier]map[uint64]bool
 	silent            bool
-	resyncing         bool // a record was missed, and a snapshot was requested
 	box               msg.Mailbox
 }
 
@@ -279,10 +234,10 @@ type reader struct {
 	t  testing.TB
 	mu sync.Mutex
 
-	ranks      map[appRank]*rankView
-	notes      []note // silence and ends, with their times
-	count      int
-	mismatches int // columns that differ from their sum
+	ranks map[appRank]*rankView
+	notes []note // silence and ends, with their times
+	count int
+	gaps  int // records that were missed
 }
 
 type note struct {
@@ -314,17 +269,15 @@ func (r *reader) Deliver(rec *msg.Record) {
 		p.silent = rec.Silent
 		r.note(rec.Rank, map[bool]string{true: "silent", false: "heard"}[rec.Silent])
 		return
-	case rec.Seq < p.seq:
-		return
 	case rec.Seq > p.seq+1:
-		p.ask(r)
+		r.gaps++
 	}
 	p.seq = rec.Seq
-	p.apply(r, rec)
+	p.apply(rec)
 }
 
 func (r *reader) begin(p *rankView, id identity, rec *msg.Record) {
-	if p != nil && (p.id.epoch > id.epoch || p.id == id && rec.Seq < p.seq) {
+	if p != nil && p.id.epoch > id.epoch {
 		return
 	}
 	next := &rankView{
@@ -338,14 +291,7 @@ func (r *reader) begin(p *rankView, id identity, rec *msg.Record) {
 	r.ranks[id.key()] = next
 }
 
-func (p *rankView) ask(r *reader) {
-	if !p.resyncing {
-		p.resyncing = true
-		_ = p.box.TrySend(msg.Resync{Sink: r})
-	}
-}
-
-func (p *rankView) apply(r *reader, rec *msg.Record) {
+func (p *rankView) apply(rec *msg.Record) {
 	switch tier := rec.KV.Tier; rec.Kind {
 	case msg.RecAdmitted:
 		p.open[rec.ReqID] = msg.OpenRequest{ReqID: rec.ReqID, Ingress: rec.Ingress, Tokens: rec.Tokens}
@@ -362,11 +308,6 @@ func (p *rankView) apply(r *reader, rec *msg.Record) {
 			} else {
 				delete(p.columns[tier], h)
 			}
-		}
-	case msg.RecKVEnd:
-		if c := p.columns[tier]; len(c) != rec.KV.Len || sum(c) != rec.KV.Sum {
-			r.mismatches++
-			p.ask(r)
 		}
 	default: // not part of the view
 	}
@@ -425,7 +366,7 @@ func (r *reader) assertEqual(t assert.TestingT, rank *fakeRank) {
 		assert.Equal(t, rank.open, p.open)
 		assert.Equal(t, rank.columns, p.columns)
 		assert.False(t, p.silent)
-		assert.False(t, p.resyncing)
+		assert.Zero(t, r.gaps)
 	})
 }
 
@@ -487,14 +428,15 @@ func newStreamNet(t testing.TB) *streamNet {
 type workerNode struct {
 	c       *streamNet
 	id      string
-	hub     *fakeHub
+	hub     *msg.Hub
+	ranks   []*fakeRank
 	streams *StreamServer
 	server  *grpc.Server
 	served  chan struct{}
 }
 
 func (c *streamNet) worker(id string) *workerNode {
-	w := &workerNode{c: c, id: id, hub: &fakeHub{}}
+	w := &workerNode{c: c, id: id, hub: msg.NewHub()}
 	w.listen()
 	c.book.change(func(nodes map[string]*state.Node) {
 		nodes[id] = &state.Node{
@@ -508,7 +450,7 @@ func (c *streamNet) worker(id string) *workerNode {
 func (w *workerNode) listen() {
 	l, err := w.c.net.Listen(w.id + ":7947")
 	require.NoError(w.c.t, err)
-	w.streams = NewStreamServer(StreamServerConfig{Feed: w.hub, Log: w.c.log})
+	w.streams = NewStreamServer(StreamServerConfig{Feed: w.hub.Near(), Log: w.c.log})
 	w.server, w.served = grpc.NewServer(), make(chan struct{})
 	dpservev1.RegisterReplicaServer(w.server, w.streams)
 	go func() {
@@ -525,16 +467,26 @@ func (w *workerNode) kill() {
 }
 
 func (w *workerNode) rank(rank int, incarnation uint64) *fakeRank {
-	id := routing.ID(0, rank)
-	return w.hub.start(w.id, identity{
-		app: "chat", unit: fmt.Sprintf("chat/0/%d", rank), rank: id, epoch: 1,
+	return w.start(identity{
+		app: "chat", unit: fmt.Sprintf("chat/0/%d", rank), rank: routing.ID(0, rank), epoch: 1,
 		incarnation: incarnation,
 	})
 }
 
+func (w *workerNode) start(id identity) *fakeRank {
+	r := startRank(w.hub, w.id, id)
+	w.ranks = append(w.ranks, r)
+	return r
+}
+
+func (w *workerNode) stopRank(r *fakeRank) {
+	w.ranks = slices.DeleteFunc(w.ranks, func(o *fakeRank) bool { return o == r })
+	r.stop()
+}
+
 func (w *workerNode) stop() {
-	for len(w.hub.ranks) > 0 {
-		w.hub.ranks[0].stop()
+	for len(w.ranks) > 0 {
+		w.stopRank(w.ranks[0])
 	}
 	w.kill()
 }
@@ -542,21 +494,26 @@ func (w *workerNode) stop() {
 // ingressNode is a node with an ingress.
 type ingressNode struct {
 	*reader
-	feed   *Feed
+	hub    *msg.Hub
+	links  *RankLinks
 	cancel func()
 	dials  map[string]*grpc.ClientConn
 	mu     sync.Mutex
 }
 
-func (c *streamNet) ingress(id string, local msg.Feed) *ingressNode {
-	n := &ingressNode{reader: newReader(c.t), dials: map[string]*grpc.ClientConn{}}
-	n.feed = NewFeed(FeedConfig{
-		Self: id, Local: local, Store: c.book, Log: c.log,
+// ingress makes an ingress beside the ranks of hub; nil: it has none.
+func (c *streamNet) ingress(id string, hub *msg.Hub) *ingressNode {
+	n := &ingressNode{reader: newReader(c.t), hub: hub, dials: map[string]*grpc.ClientConn{}}
+	if hub == nil {
+		n.hub = msg.NewHub()
+	}
+	n.links = NewRankLinks(RankLinksConfig{
+		Self: id, Hub: n.hub, Store: c.book, Log: c.log,
 		Open: func(ctx context.Context, to state.Node) (StreamClient, error) {
 			return dpservev1.NewReplicaClient(c.dial(n, to)).Subscribe(ctx)
 		},
 	})
-	n.cancel = n.feed.Subscribe(n.reader)
+	n.cancel = n.hub.Subscribe(n.reader)
 	return n
 }
 
@@ -588,7 +545,7 @@ func (c *streamNet) dial(n *ingressNode, to state.Node) *grpc.ClientConn {
 
 func (n *ingressNode) stop() {
 	n.cancel()
-	n.feed.Close()
+	n.links.Close()
 	for _, cc := range n.dials {
 		_ = cc.Close()
 	}

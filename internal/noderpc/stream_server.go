@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"context"
 	"log/slog"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -18,11 +17,10 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// Bounds of a subscription.
+// Bounds of a stream.
 const (
-	maxLag      = 1024     // records per rank of the node; the log bounds their bytes
-	maxOwnBytes = 16 << 20 // bytes of snapshots for one stream
-	maxNodeName = 256      // bytes
+	listAhead   = 1 << 20 // bytes of a list that wait; then no further rank is asked
+	maxNodeName = 256     // bytes
 )
 
 // StreamServerConfig is the configuration of a StreamServer. Feed and Log are required.
@@ -38,19 +36,17 @@ type StreamServerConfig struct {
 // StreamServer serves the streams of a node's ranks to the ingresses of other nodes, and passes their posts
 // to the ranks. It implements dpservev1.ReplicaServer.
 //
-// It subscribes to the ranks twice. broadcastSink writes every record into one log that every stream reads.
-// snapshotSink is given the snapshots that single streams have requested, and passes them to those streams
-// alone.
+// A stream is a list and then a watch: its goroutine (list) asks one rank after the other for a snapshot,
+// while every record of every rank goes into one log that all streams read. A stream that is too slow for the
+// log ends; its reader opens another one, which begins with a list.
 type StreamServer struct {
 	dpservev1.UnimplementedReplicaServer
-	config    StreamServerConfig
-	timers    StreamTimers
-	log       *slog.Logger
-	snapshots *snapshotSink
-
-	cancelBroadcast, cancelSnapshots func()
-	running                          sync.WaitGroup // readers and writers
-	counts                           streamCounts
+	config  StreamServerConfig
+	timers  StreamTimers
+	log     *slog.Logger
+	cancel  func()         // the subscription to the ranks
+	running sync.WaitGroup // readers, writers and lists
+	counts  streamCounts
 
 	mu       sync.Mutex
 	ended    error // why streams end and none begins; nil while they are served
@@ -59,7 +55,6 @@ type StreamServer struct {
 	records  recordLog
 	packer   packer
 	streams  map[string]*subscriber // by ingress
-	idle     []*subscriber          // those that have sent all records
 }
 
 // unitRank names a rank of a node. A unit's name contains the application's.
@@ -71,10 +66,8 @@ type unitRank struct {
 // liveRank is an incarnation of a rank of this node.
 type liveRank struct {
 	identity
-	slot      uint64
-	mailbox   msg.Mailbox
-	hasEnded  bool
-	receivers []*subscriber // streams that get the last snapshot for snapshotSink, and its columns
+	slot    uint64
+	mailbox msg.Mailbox
 }
 
 type streamCounts struct {
@@ -86,10 +79,13 @@ type StreamServerStats struct {
 	Streams      int    // open now
 	Posts        uint64 // delivered to a rank
 	StrangePosts uint64 // dropped: of an unknown kind, or for an incarnation that is not here
-	Gaps         uint64 // a stream was too slow, and lost its place
+	Gaps         uint64 // streams that ended because they were too slow
 }
 
-var _ dpservev1.ReplicaServer = (*StreamServer)(nil)
+var (
+	_ dpservev1.ReplicaServer = (*StreamServer)(nil)
+	_ msg.Sink                = (*StreamServer)(nil)
+)
 
 // NewStreamServer makes a server that follows the node's ranks at once, until Close.
 func NewStreamServer(c StreamServerConfig) *StreamServer {
@@ -100,9 +96,7 @@ func NewStreamServer(c StreamServerConfig) *StreamServer {
 		config: c, timers: c.Timers.withDefaults(), log: c.Log.With(slog.String("component", "remote")),
 		ranks: map[unitRank]*liveRank{}, streams: map[string]*subscriber{},
 	}
-	s.snapshots = &snapshotSink{s}
-	s.cancelBroadcast = c.Feed.Subscribe(&broadcastSink{s})
-	s.cancelSnapshots = c.Feed.Subscribe(s.snapshots)
+	s.cancel = c.Feed.Subscribe(s)
 	return s
 }
 
@@ -111,17 +105,18 @@ var (
 	errShutDown = status.Error(codes.Unavailable, "the node is shutting down")
 	// errRestarts makes the silence that follows an expected one (link.onStreamEnd).
 	errRestarts = status.Error(codes.Unavailable, "dpserve restarts on this node")
+	// errBehind has the reader list the ranks again; it is no sign that the node is in trouble.
+	errBehind = status.Error(codes.OutOfRange, "the stream is too slow for this node's ranks")
 )
 
 // Restart ends every stream before the node's process is replaced, and tells its reader. Close follows.
 func (s *StreamServer) Restart() { s.endStreams(errRestarts) }
 
-// Close ends every stream and both subscriptions. It is idempotent. It waits for all goroutines that New and
+// Close ends every stream and the subscription. It is idempotent. It waits for all goroutines that New and
 // the streams started.
 func (s *StreamServer) Close() {
 	s.endStreams(errShutDown)
-	s.cancelBroadcast()
-	s.cancelSnapshots()
+	s.cancel()
 	s.running.Wait()
 }
 
@@ -165,6 +160,7 @@ func (s *StreamServer) Subscribe(
 	defer s.dropStream(sub)
 	s.running.Go(func() { sub.finish(s.readPosts(sub, stream, hello)) })
 	s.running.Go(func() { sub.finish(s.sendRecords(sub, stream)) })
+	s.running.Go(sub.list)
 	select { // reader and writer end with the stream, which ends with this call
 	case <-stream.Context().Done():
 		return status.FromContextError(stream.Context().Err()).Err()
@@ -192,7 +188,10 @@ func (s *StreamServer) checkName(ctx context.Context, name string) error {
 // addStream begins a subscription. A second one of the same ingress ends the first, whose connection broke
 // without notice.
 func (s *StreamServer) addStream(name string) (*subscriber, error) {
-	sub := &subscriber{name: name, wake: make(chan struct{}, 1), done: make(chan struct{})}
+	sub := &subscriber{
+		server: s, name: name, wake: make(chan struct{}, 1), hurry: make(chan struct{}, 1),
+		room: make(chan struct{}, 1), done: make(chan struct{}),
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.ended != nil {
@@ -223,22 +222,10 @@ func (s *StreamServer) removeStream(sub *subscriber) {
 	if s.streams[sub.name] == sub {
 		delete(s.streams, sub.name)
 	}
-	s.idle = slices.DeleteFunc(s.idle, func(o *subscriber) bool { return o == sub })
-	s.removeReceiver(sub)
 }
 
-func (s *StreamServer) removeReceiver(sub *subscriber) {
-	for _, r := range s.ranks {
-		r.receivers = slices.DeleteFunc(r.receivers, func(o *subscriber) bool { return o == sub })
-	}
-}
-
-// broadcastSink receives every record, for all streams.
-type broadcastSink struct{ s *StreamServer }
-
-// Deliver implements msg.Sink.
-func (t *broadcastSink) Deliver(rec *msg.Record) {
-	s := t.s
+// Deliver implements msg.Sink: it writes a record into the log, for all streams.
+func (s *StreamServer) Deliver(rec *msg.Record) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	r := s.rankOf(rec)
@@ -247,17 +234,23 @@ func (t *broadcastSink) Deliver(rec *msg.Record) {
 	}
 	if len(s.streams) > 0 {
 		s.packer.pack(r.slot, rec)
-		start := 0
-		for _, end := range s.packer.ends {
-			s.records.append(s.packer.buf[start:end])
-			start = end
-		}
-		s.wakeIdle()
+		s.records.append(s.packer.buf, s.oldestPlace)
+		s.wakeStreams(rec)
 	}
 	if rec.Kind == msg.RecGone {
-		r.hasEnded = true
 		delete(s.ranks, unitRank{r.unit, r.rank})
 	}
+}
+
+// oldestPlace is where the stream that is furthest behind stands.
+func (s *StreamServer) oldestPlace() place {
+	oldest := s.records.end()
+	for _, sub := range s.streams {
+		if sub.at.before(oldest) {
+			oldest = sub.at
+		}
+	}
+	return oldest
 }
 
 // rankOf is the rank of a record; a snapshot may begin one.
@@ -273,81 +266,30 @@ func (s *StreamServer) rankOf(rec *msg.Record) *liveRank {
 	if rec.Kind != msg.RecSnapshot || r != nil && r.epoch > rec.Epoch {
 		return nil
 	}
-	if r != nil {
-		r.hasEnded = true
-	}
 	s.lastSlot++
 	r = &liveRank{identity: identityOf(rec), slot: s.lastSlot, mailbox: rec.Snapshot.Mailbox}
 	s.ranks[key] = r
 	return r
 }
 
-func (s *StreamServer) wakeIdle() {
-	for _, sub := range s.idle {
-		sub.isIdle = false
-		signal(sub.wake)
-	}
-	s.idle = s.idle[:0]
-}
-
-// snapshotSink receives every record too, and passes on the requested snapshots.
-type snapshotSink struct{ s *StreamServer }
-
-// Deliver implements msg.Sink.
-func (a *snapshotSink) Deliver(rec *msg.Record) {
-	if rec.Kind == msg.RecSnapshot || rec.KV.InSnapshot { // broadcastSink has all others
-		a.s.deliverSnapshot(rec)
-	}
-}
-
-// deliverSnapshot gives a snapshot, and the columns that follow it, to the streams that have requested it.
-func (s *StreamServer) deliverSnapshot(rec *msg.Record) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	r := s.ranks[unitRank{rec.Unit, rec.Rank}]
-	if r == nil || r.epoch != rec.Epoch || r.incarnation != rec.Incarnation {
-		return // broadcastSink gets it next, and with it all streams
-	}
-	if rec.Kind == msg.RecSnapshot {
-		s.setReceivers(r)
-	}
-	if len(r.receivers) == 0 {
-		return
-	}
-	s.packer.pack(r.slot, rec)
-	shared := slices.Clone(s.packer.buf)
-	at, start := s.records.end(), 0
-	for _, end := range s.packer.ends {
-		for _, sub := range r.receivers {
-			sub.own = append(sub.own, piece{at: at, bytes: shared[start:end]})
+// wakeStreams wakes the streams that have nothing to send. A change of a rank's state waits for nobody: it
+// goes at once, with everything before it. Room that is for one ingress hurries that ingress's stream alone.
+func (s *StreamServer) wakeStreams(rec *msg.Record) {
+	urgent := rec.Kind == msg.RecState || rec.Kind == msg.RecSnapshot || rec.Kind == msg.RecGone
+	if rec.Turn != "" {
+		urgent = false
+		if sub := s.streams[rec.Turn]; sub != nil {
+			signal(sub.hurry)
 		}
-		start = end
 	}
-	r.receivers = slices.DeleteFunc(r.receivers,
-		func(sub *subscriber) bool { return !s.addOwn(sub, r, len(shared)) })
-}
-
-// setReceivers makes the streams that wait for a rank the receivers of its snapshot.
-func (s *StreamServer) setReceivers(r *liveRank) {
-	r.receivers = r.receivers[:0]
 	for _, sub := range s.streams {
-		if sub.askedRank == r {
-			sub.askedRank = nil
-			r.receivers = append(r.receivers, sub)
+		if urgent {
+			signal(sub.hurry)
+		} else if sub.isIdle {
+			sub.isIdle = false
+			signal(sub.wake)
 		}
 	}
-}
-
-// addOwn counts the bytes that only this stream gets. It returns false if they are too many: the rank is
-// asked again when they are sent.
-func (s *StreamServer) addOwn(sub *subscriber, r *liveRank, n int) bool {
-	sub.ownBytes += n
-	signal(sub.wake)
-	if sub.ownBytes > maxOwnBytes {
-		sub.addWanted(r)
-		return false
-	}
-	return true
 }
 
 // maxAgo bounds how long ago a first token may have been.
@@ -359,11 +301,6 @@ func (s *StreamServer) readPosts(
 	hello *dpservev1.SubscribeRequest,
 ) error {
 	for m := hello; ; {
-		if m.GetResync() {
-			s.mu.Lock()
-			s.requestAll(sub)
-			s.mu.Unlock()
-		}
 		for _, p := range m.GetPosts() {
 			s.deliverPost(sub, p)
 		}
@@ -381,13 +318,6 @@ func (s *StreamServer) deliverPost(sub *subscriber, p *dpservev1.Post) {
 	if r == nil {
 		s.mu.Unlock()
 		s.counts.strangePosts.Add(1)
-		return
-	}
-	if _, ok := p.GetMessage().(*dpservev1.Post_Resync); ok {
-		sub.addWanted(r)
-		signal(sub.wake)
-		s.mu.Unlock()
-		s.counts.posts.Add(1)
 		return
 	}
 	box, here := r.mailbox, r.epoch == p.GetEpoch() && r.incarnation == p.GetIncarnation()

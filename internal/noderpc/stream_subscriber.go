@@ -11,10 +11,13 @@ import (
 	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 )
 
-// subscriber is the stream to one ingress.
+// subscriber is the stream to one ingress. It is the sink of its own list.
 type subscriber struct {
-	name string
-	wake chan struct{} // one slot
+	server *StreamServer
+	name   string
+	wake   chan struct{} // one slot, as the two below: there is something to send
+	hurry  chan struct{} // it is not to wait for the beat
+	room   chan struct{} // the waiting part of the list was sent
 
 	once sync.Once
 	done chan struct{}
@@ -22,14 +25,9 @@ type subscriber struct {
 
 	// StreamServer.mu guards the fields below
 	at        place
-	isIdle    bool    // it is in StreamServer.idle
-	own       []piece // pieces for this stream alone, by place
-	ownBytes  int
-	wanted    []*liveRank // ranks to be asked for snapshots, one after the other
-	askedRank *liveRank
-	askedAt   time.Time
-	nextAskAt time.Time // no rank is asked before
-	lastGap   time.Time
+	isIdle    bool    // it has sent everything, and waits
+	own       []piece // of the list, by place
+	listBytes int     // in own
 }
 
 // piece is a packed record that is sent after everything before at.
@@ -45,46 +43,73 @@ func (sub *subscriber) finish(err error) {
 	})
 }
 
-func (sub *subscriber) addWanted(r *liveRank) {
-	if !slices.Contains(sub.wanted, r) {
-		sub.wanted = append(sub.wanted, r)
-	}
-}
-
-// requestAll gives a stream the list of the node's ranks, and asks all of them for snapshots. The caller
-// holds mu.
-func (s *StreamServer) requestAll(sub *subscriber) {
-	s.packer.roster(len(s.ranks), func(yield func(slot uint64, id identity)) {
-		for _, r := range s.ranks {
-			yield(r.slot, r.identity)
+// list asks the ranks for their snapshots, one after the other, and ends the list. It asks no further rank
+// while much of the list waits to be sent. A rank that begins meanwhile is in the log.
+func (sub *subscriber) list() {
+	for _, r := range sub.server.liveRanks() {
+		for sub.isFull() {
+			select {
+			case <-sub.room:
+			case <-sub.done:
+				return
+			}
 		}
-	})
-	list := slices.Clone(s.packer.buf)
-	sub.own = append(sub.own, piece{at: s.records.end(), bytes: list})
-	sub.ownBytes += len(list)
-	for _, r := range s.ranks {
-		sub.addWanted(r)
+		sent := make(chan struct{})
+		r.mailbox.Send(msg.List{Sink: sub, Done: sent})
+		select {
+		case <-sent:
+		case <-r.mailbox.Stopped(): // its RecGone is in the log
+		case <-sub.done:
+			return
+		}
 	}
-	signal(sub.wake)
+	s := sub.server
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.packer.listed()
+	sub.addOwn(s.packer.buf)
 }
 
-// handleGap drops the records that wait for a stream that was too slow, and starts it again: at once, and
-// then at most every resyncWait.
-func (s *StreamServer) handleGap(sub *subscriber, now time.Time) {
-	s.counts.gaps.Add(1)
-	s.removeReceiver(sub)
-	sub.at, sub.own, sub.ownBytes, sub.wanted, sub.askedRank = s.records.end(), nil, 0, nil, nil
-	if now.Sub(sub.lastGap) < resyncWait {
-		sub.nextAskAt = sub.lastGap.Add(resyncWait)
+func (s *StreamServer) liveRanks() []liveRank {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := make([]liveRank, 0, len(s.ranks))
+	for _, r := range s.ranks {
+		out = append(out, *r)
 	}
-	sub.lastGap = now
-	s.requestAll(sub)
+	return out
+}
+
+func (sub *subscriber) isFull() bool {
+	sub.server.mu.Lock()
+	defer sub.server.mu.Unlock()
+	return sub.listBytes > listAhead
+}
+
+// Deliver implements msg.Sink: a rank's snapshot, or a part of its columns.
+func (sub *subscriber) Deliver(rec *msg.Record) {
+	s := sub.server
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	r := s.ranks[unitRank{rec.Unit, rec.Rank}]
+	if r == nil || r.epoch != rec.Epoch || r.incarnation != rec.Incarnation {
+		return // the log has the snapshot of another incarnation
+	}
+	s.packer.pack(r.slot, rec)
+	sub.addOwn(s.packer.buf)
+}
+
+func (sub *subscriber) addOwn(packed []byte) {
+	sub.own = append(sub.own, piece{at: sub.server.records.end(), bytes: slices.Clone(packed)})
+	sub.listBytes += len(packed)
+	signal(sub.wake)
 }
 
 // unpacedBytes is the size of a message after which the next one need not wait for others.
 const unpacedBytes = chunkBytes / 2
 
-// sendRecords sends records until the stream ends.
+// sendRecords sends records until the stream ends. What changes within the same interval leaves in one
+// message.
 func (s *StreamServer) sendRecords(
 	sub *subscriber, stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records],
 ) error {
@@ -92,28 +117,56 @@ func (s *StreamServer) sendRecords(
 	defer timer.Stop()
 	sent := time.Now()
 	for {
-		packed, ask, pace := s.nextMessage(sub)
-		if ask != nil {
-			_ = ask.TrySend(msg.Resync{Sink: s.snapshots}) // a rank whose mailbox is full is asked again
+		packed, interval, err := s.nextMessage(sub)
+		if err != nil {
+			return err
 		}
 		if quiet := time.Since(sent); packed == nil && quiet < s.timers.Heartbeat/2 {
 			timer.Reset(heartbeatIn(quiet, s.timers.Heartbeat))
-			select {
-			case <-sub.done:
+			if !sub.wait(timer) {
 				return nil
-			case <-sub.wake:
-			case <-timer.C:
 			}
 			continue
 		}
-		if err := stream.Send(&dpservev1.Records{Packed: packed}); err != nil {
-			return err
+		for part := range slices.Chunk(packed, chunkBytes) {
+			if err := stream.Send(&dpservev1.Records{Packed: part}); err != nil {
+				return err
+			}
+		}
+		if packed == nil { // a heartbeat
+			if err := stream.Send(&dpservev1.Records{}); err != nil {
+				return err
+			}
 		}
 		sent = time.Now()
-		if len(packed) > 0 && len(packed) < unpacedBytes && !waitTimer(sub.done, timer, untilBeat(pace)) {
+		if len(packed) > 0 && len(packed) < unpacedBytes && !sub.waitForBeat(timer, interval) {
 			return nil
 		}
 	}
+}
+
+// wait waits until there is something to send, or for timer; false: the stream has ended.
+func (sub *subscriber) wait(timer *time.Timer) bool {
+	select {
+	case <-sub.done:
+		return false
+	case <-sub.wake:
+	case <-sub.hurry:
+	case <-timer.C:
+	}
+	return true
+}
+
+// waitForBeat waits for the next beat or an urgent record; false: the stream has ended.
+func (sub *subscriber) waitForBeat(timer *time.Timer, interval time.Duration) bool {
+	timer.Reset(untilBeat(interval))
+	select {
+	case <-sub.done:
+		return false
+	case <-sub.hurry:
+	case <-timer.C:
+	}
+	return true
 }
 
 // heartbeatIn is the time to the next heartbeat of a stream without a message for quiet. It is on the beat,
@@ -126,78 +179,45 @@ func heartbeatIn(quiet, every time.Duration) time.Duration {
 	return d
 }
 
-// nextMessage is the next message of a stream, nil if there is none, and the rank to be asked for a snapshot,
-// nil if none.
-func (s *StreamServer) nextMessage(sub *subscriber) (packed []byte, ask msg.Mailbox, pace time.Duration) {
+// nextMessage is the next message of a stream, nil if there is none, and the interval of the messages.
+func (s *StreamServer) nextMessage(sub *subscriber) (packed []byte, interval time.Duration, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	now := time.Now()
-	if s.records.hasLost(sub.at, maxLag*uint64(max(1, len(s.ranks)))) {
-		s.handleGap(sub, now)
+	if s.records.hasLost(sub.at) {
+		s.counts.gaps.Add(1)
+		return nil, 0, errBehind
 	}
 	until := s.records.end()
 	if len(sub.own) > 0 {
 		until = sub.own[0].at
 	}
-	packed, sub.at = s.records.read(sub.at, until)
-	if packed == nil {
+	if packed, sub.at = s.records.read(sub.at, until); packed == nil {
 		packed = sub.takeOwn()
 	}
-	if r := s.nextWanted(sub, now); r != nil {
-		ask = r.mailbox
-	}
-	if packed == nil && !sub.isIdle {
-		sub.isIdle = true
-		s.idle = append(s.idle, sub)
-	}
-	return packed, ask, sendInterval(len(s.streams))
+	sub.isIdle = packed == nil
+	return packed, recordInterval(len(s.streams)), nil
 }
 
 // takeOwn joins the first pieces of one place to one message.
-func (sub *subscriber) takeOwn() []byte {
-	n, size := 0, 0
+func (sub *subscriber) takeOwn() (packed []byte) {
+	n := 0
 	for n < len(sub.own) && sub.own[n].at == sub.own[0].at &&
-		(n == 0 || size+len(sub.own[n].bytes) <= chunkBytes) {
-		size += len(sub.own[n].bytes)
+		(n == 0 || len(packed)+len(sub.own[n].bytes) <= chunkBytes) {
+		packed = append(packed, sub.own[n].bytes...)
 		n++
 	}
-	if n == 0 {
-		return nil
-	}
-	packed := sub.own[0].bytes
-	if n > 1 {
-		packed = make([]byte, 0, size)
-		for _, p := range sub.own[:n] {
-			packed = append(packed, p.bytes...)
-		}
-	}
-	sub.ownBytes -= size
+	sub.listBytes -= len(packed)
 	if sub.own = slices.Delete(sub.own, 0, n); len(sub.own) == 0 {
 		sub.own = nil
 	}
+	signal(sub.room)
 	return packed
-}
-
-// nextWanted picks the rank that is asked for a snapshot next: one at a time, after the answer before was
-// sent. A rank that does not answer comes last.
-func (s *StreamServer) nextWanted(sub *subscriber, now time.Time) *liveRank {
-	if r := sub.askedRank; r != nil && (r.hasEnded || now.Sub(sub.askedAt) >= resyncWait) {
-		sub.askedRank = nil
-		sub.addWanted(r)
-	}
-	sub.wanted = slices.DeleteFunc(sub.wanted, func(r *liveRank) bool { return r.hasEnded })
-	if sub.askedRank != nil || len(sub.own) > 0 || len(sub.wanted) == 0 || now.Before(sub.nextAskAt) {
-		return nil
-	}
-	sub.askedRank, sub.askedAt = sub.wanted[0], now
-	sub.wanted = slices.Delete(sub.wanted, 0, 1)
-	return sub.askedRank
 }
 
 // Sizes of a log.
 const (
 	chunkBytes = 64 << 10
-	maxChunks  = 16 // 1 MiB
+	maxChunks  = 256 // 16 MiB, while a stream is so far behind
 )
 
 // recordLog is the packed records of all ranks of a node, in one order, as long as a stream may need them:
@@ -205,55 +225,48 @@ const (
 // without a copy. A reader that is too slow loses its place; it never blocks the writer. Not safe for
 // concurrent use.
 type recordLog struct {
-	chunks []*logChunk
+	chunks [][]byte
 	first  uint64 // number of chunks[0]
-	count  uint64 // all records since the start
-}
-
-type logChunk struct {
-	buf   []byte
-	start uint64 // records before it
 }
 
 // place is a reader's position in the log.
 type place struct {
 	chunk uint64
 	pos   int
-	count uint64 // records before it
 }
 
 func (p place) before(q place) bool {
 	return p.chunk < q.chunk || p.chunk == q.chunk && p.pos < q.pos
 }
 
-func (l *recordLog) append(part []byte) {
+// append adds a record. A new chunk drops those before oldest, which no reader needs.
+func (l *recordLog) append(part []byte, oldest func() place) {
 	n := len(l.chunks)
-	if n == 0 || len(l.chunks[n-1].buf)+len(part) > cap(l.chunks[n-1].buf) {
-		if n == maxChunks {
-			l.chunks = append(l.chunks[:0], l.chunks[1:]...)
-			l.first++
-		}
-		l.chunks = append(l.chunks,
-			&logChunk{buf: make([]byte, 0, max(chunkBytes, len(part))), start: l.count})
+	if n == 0 || len(l.chunks[n-1])+len(part) > cap(l.chunks[n-1]) {
+		unneeded := max(oldest().chunk, l.first) - l.first
+		l.drop(max(int(unneeded), n+1-maxChunks)) //nolint:gosec // at most n
+		l.chunks = append(l.chunks, make([]byte, 0, max(chunkBytes, len(part))))
+		n = len(l.chunks)
 	}
-	c := l.chunks[len(l.chunks)-1]
-	c.buf = append(c.buf, part...)
-	l.count++
+	l.chunks[n-1] = append(l.chunks[n-1], part...)
+}
+
+func (l *recordLog) drop(n int) {
+	l.chunks = slices.Delete(l.chunks, 0, n)
+	l.first += uint64(n) //nolint:gosec // at most len(chunks)
 }
 
 // end is the position after the last record.
 func (l *recordLog) end() place {
 	n := len(l.chunks)
 	if n == 0 {
-		return place{chunk: l.first, count: l.count}
+		return place{chunk: l.first}
 	}
-	return place{chunk: l.first + uint64(n) - 1, pos: len(l.chunks[n-1].buf), count: l.count}
+	return place{chunk: l.first + uint64(n) - 1, pos: len(l.chunks[n-1])}
 }
 
-// hasLost says whether a reader at p missed records, or is more than limit of them behind.
-func (l *recordLog) hasLost(p place, limit uint64) bool {
-	return p.chunk < l.first || l.count-p.count > limit
-}
+// hasLost says whether a reader at p missed records.
+func (l *recordLog) hasLost(p place) bool { return p.chunk < l.first }
 
 // read returns records from p up to until, and where they end; nil if there are none. hasLost(p) must be
 // false.
@@ -261,10 +274,10 @@ func (l *recordLog) read(p, until place) (records []byte, next place) {
 	for p.before(until) {
 		c := l.chunks[p.chunk-l.first]
 		if p.chunk == until.chunk {
-			return c.buf[p.pos:until.pos:until.pos], until
+			return c[p.pos:until.pos:until.pos], until
 		}
-		records = c.buf[p.pos:len(c.buf):len(c.buf)]
-		p = place{chunk: p.chunk + 1, count: l.chunks[p.chunk+1-l.first].start}
+		records = c[p.pos:len(c):len(c)]
+		p = place{chunk: p.chunk + 1}
 		if len(records) > 0 {
 			return records, p
 		}

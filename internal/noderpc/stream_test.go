@@ -41,7 +41,6 @@ func TestThreeIngressesTwoNodes(t *testing.T) {
 			for _, n := range nodes {
 				n.assertEqual(t, a)
 				n.assertEqual(t, b)
-				assert.Zero(t, n.mismatches)
 			}
 		}
 		check()
@@ -57,7 +56,7 @@ func TestThreeIngressesTwoNodes(t *testing.T) {
 		for _, n := range nodes {
 			n.assertEqual(t, late)
 		}
-		late.stop()
+		w2.stopRank(late)
 		settle()
 		for _, n := range nodes {
 			assert.Equal(t, []string{"chat/0/0#1.10", "chat/0/1#1.11"}, n.ids())
@@ -244,7 +243,7 @@ func TestResetIsSilentAtOnce(t *testing.T) {
 		began := time.Now()
 		c.reset("n1")
 		a.do(func() { a.admit(1, "i1") })
-		b.stop()
+		w.stopRank(b)
 		settle()
 		assert.Equal(t, []string{
 			"0/0 heard 0s", "0/0 silent 0s", "0/1 gone 0s", "0/1 heard 0s",
@@ -377,6 +376,6 @@ func TestPostsWaitForTheNode(t *testing.T) {
 			assert.Len(t, a.got, maxPosts-1)
 			assert.Equal(t, &msg.Done{TicketID: maxPosts - 2}, a.got[maxPosts-2])
 		})
-		assert.EqualValues(t, 2*maxPosts, n.feed.Stats().LostPosts)
+		assert.EqualValues(t, 2*maxPosts, n.links.Stats().LostPosts)
 	})
 }

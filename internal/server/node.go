@@ -17,7 +17,6 @@ import (
 	"github.com/asynkron/protoactor-go/actor"
 	"google.golang.org/grpc"
 
-	"github.com/dpserve/dpserve/actors/dpserver"
 	"github.com/dpserve/dpserve/actors/ingress"
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/node"
@@ -56,9 +55,9 @@ type Node struct {
 	conns       *noderpc.Conns
 	leader      *noderpc.LeaderClient // client of the leader, on this or another node
 	leading     cluster.Leading[*leaderActors]
-	hub         *dpserver.Hub
-	feed        *noderpc.Feed       // of all nodes' ranks; nil: this node stands alone, or has no ingress
-	groups      *noderpc.GroupLinks // to the ingresses of other nodes; nil as feed
+	hub         *msg.Hub
+	rankLinks   *noderpc.RankLinks  // to other nodes' ranks; nil: this node stands alone, or has no ingress
+	groups      *noderpc.GroupLinks // to the ingresses of other nodes; nil as rankLinks
 	probes      *http.Transport
 	resources   state.Resources // of the flags; withDevices adds the devices
 	devices     *devices.Keeper // nil: this node offers no devices
@@ -105,7 +104,7 @@ func New(c Config) (*Node, error) {
 	}
 	ctx, kill := context.WithCancel(context.Background())
 	n := &Node{
-		cfg: c, metrics: telemetry.New(), hub: dpserver.NewHub(), probes: c.probes(),
+		cfg: c, metrics: telemetry.New(), hub: msg.NewHub(), probes: c.probes(),
 		life: lifetime{ctx: ctx, kill: kill, restart: make(chan struct{})},
 	}
 	n.search.n = n
@@ -441,8 +440,8 @@ func (n *Node) buildServers(t *timers) error {
 			remote := noderpc.NewDataClient(func(node string) (noderpc.DataTransport, error) {
 				return n.peering.Transports.Data(node)
 			})
-			n.feed = noderpc.NewFeed(noderpc.FeedConfig{
-				Self: n.cfg.NodeID, Local: n.hub, Store: n.store, Timers: t.stream, Log: n.log,
+			n.rankLinks = noderpc.NewRankLinks(noderpc.RankLinksConfig{
+				Self: n.cfg.NodeID, Hub: n.hub, Store: n.store, Timers: t.stream, Log: n.log,
 				Open: func(ctx context.Context, node state.Node) (noderpc.StreamClient, error) {
 					conn, err := n.conns.Get(node.ID)
 					if err != nil {
@@ -458,8 +457,7 @@ func (n *Node) buildServers(t *timers) error {
 			n.groups = noderpc.NewGroupLinks(noderpc.GroupLinksConfig{
 				Conn: n.conns.Get, Peer: nodeport.PeerFromContext, Timers: t.stream, Log: n.log,
 			})
-			cfg.Feed, cfg.Groups = n.feed, n.groups
-			cfg.Remote = remote
+			cfg.Groups, cfg.Remote = n.groups, remote
 		}
 		if n.ingress, err = ingress.New(cfg); err != nil {
 			return err

@@ -246,8 +246,8 @@ func (n *Node) closeAll() error {
 	if n.leader != nil {
 		errs = append(errs, n.leader.Close())
 	}
-	if n.feed != nil {
-		n.feed.Close() // before its connections close, or each stream would warn of a break
+	if n.rankLinks != nil {
+		n.rankLinks.Close() // before its connections close, or each stream would warn of a break
 	}
 	if n.groups != nil {
 		n.groups.Close()
@@ -299,14 +299,9 @@ func (n *Node) AdminAddr() string { return addressOf(n.ports.admin) }
 // MetricsAddr is the address of --metrics-bind; empty without that flag.
 func (n *Node) MetricsAddr() string { return addressOf(n.ports.metrics) }
 
-// Feed returns the streams of all ranks that this node's ingress follows, for a second ingress beside it.
-// Without role ingress it returns those of the node's own ranks.
-func (n *Node) Feed() msg.Feed {
-	if n.feed != nil {
-		return n.feed
-	}
-	return n.hub
-}
+// Feed returns the streams of all ranks that this node knows, for a second ingress beside it. Without role
+// ingress these are the node's own.
+func (n *Node) Feed() msg.Feed { return n.hub }
 
 // FirstToken returns the address and the token with which other machines join, after the very first start of
 // a cluster; else it is empty.
@@ -412,7 +407,6 @@ func metricsHandler(n *Node) http.Handler {
 				if ix := n.ingress.Index(name); ix != nil {
 					indexes = append(indexes, telemetry.AppIndex{
 						App: name, Blocks: ix.Blocks, Bytes: ix.Bytes, Evicted: ix.Evicted,
-						Resyncs: ix.Resyncs,
 					})
 				}
 				groups = appendGroups(groups, name, n.ingress.GroupQueues(name))

@@ -91,11 +91,11 @@ func (s *services) serveControl() {
 func (s *services) serveRanks() {
 	n := s.n
 	s.stream = noderpc.NewStreamServer(noderpc.StreamServerConfig{
-		Feed: n.hub, Unknown: n.nodeMetrics.Unknown, Timers: n.cfg.timers().stream, Log: n.log,
+		Feed: n.hub.Near(), Unknown: n.nodeMetrics.Unknown, Timers: n.cfg.timers().stream, Log: n.log,
 		Peer: nodeport.PeerFromContext,
 	})
 	s.data = noderpc.NewDataServer(noderpc.DataConfig{
-		Feed: n.hub, Serves: n.node.Serves(), Dial: n.cfg.dialer(), Log: n.log,
+		Feed: n.hub.Near(), Serves: n.node.Serves(), Dial: n.cfg.dialer(), Log: n.log,
 		Caller: func(ctx context.Context) (string, bool) {
 			id, ok := nodeport.PeerFromContext(ctx)
 			return id.Node, ok && id.HasRole(string(state.RoleIngress))
@@ -127,8 +127,8 @@ func (s *services) streamCounts() telemetry.StreamCounts {
 	if s.stream != nil {
 		c.Gaps = s.stream.Stats().Gaps
 	}
-	if feed := s.n.feed; feed != nil {
-		st := feed.Stats()
+	if links := s.n.rankLinks; links != nil {
+		st := links.Stats()
 		c.Dropped, c.Lost = st.Malformed+st.UnknownKinds, st.LostPosts
 	}
 	return c

@@ -23,7 +23,6 @@ type App struct {
 	attempts, retries         counters[causeKey]
 	refusals, tokenize        counters[string]
 	picks                     counters[pickKey]
-	gaps                      prometheus.Counter
 }
 
 // routeTimes holds the histograms of one route.
@@ -52,7 +51,6 @@ func newApp(v *vectors, name, policy string) *App {
 		prompt:      v.tokens.WithLabelValues(name, "prompt"),
 		cached:      v.tokens.WithLabelValues(name, "cached"),
 		generated:   v.tokens.WithLabelValues(name, "generated"),
-		gaps:        v.indexGaps.WithLabelValues(name),
 	}
 }
 
@@ -171,9 +169,6 @@ func (a *App) Tokenize(result string) {
 		return a.vecs.tokenize.WithLabelValues(a.name, result)
 	})
 }
-
-// IndexGap counts a rank whose cache was hidden from routing because a record of its stream was missed.
-func (a *App) IndexGap() { a.gaps.Inc() }
 
 // The ways of a request to an application with a prefill and a decode pool.
 const (

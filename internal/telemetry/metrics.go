@@ -251,8 +251,8 @@ func (n *Node) Show(leaseSeconds float64, leads bool) {
 
 // StreamCounts are the counts of the ranks' streams between this node and others.
 type StreamCounts struct {
-	Gaps    uint64 // a reader of this node's ranks was too slow and got snapshots
-	Dropped uint64 // malformed records of other nodes, or records of a later version
+	Gaps    uint64 // a reader of this node's ranks was too slow, and listed them again
+	Dropped uint64 // streams of other nodes with a malformed record, and records of a later version
 	Lost    uint64 // messages to ranks of other nodes that found no room or no node
 }
 
@@ -265,9 +265,10 @@ func (m *Metrics) Streams(node string, read func() StreamCounts) {
 				Namespace: namespace, Name: name, Help: help, ConstLabels: self,
 			}, func() float64 { return float64(value(read())) }))
 	}
-	add("stream_gaps_total", "Times that a reader of this node's ranks was too slow and got snapshots.",
+	add("stream_gaps_total", "Times that a reader of this node's ranks was too slow, and listed them again.",
 		func(c StreamCounts) uint64 { return c.Gaps })
-	add("stream_dropped_total", "Records of other nodes' ranks that were malformed or of a later version.",
+	add("stream_dropped_total",
+		"Streams of other nodes' ranks that ended with a malformed record, and records of a later version.",
 		func(c StreamCounts) uint64 { return c.Dropped })
 	add("stream_posts_lost_total", "Messages to ranks of other nodes that found no room, or no node.",
 		func(c StreamCounts) uint64 { return c.Lost })

@@ -71,7 +71,6 @@ func use(m *telemetry.Metrics) {
 	a.Decision(300 * time.Nanosecond)
 	a.Pick(0, 3, "two_choices")
 	a.Tokenize("hit")
-	a.IndexGap()
 	m.UnitPhase("demo", "demo/0", state.Starting, 1)
 	m.UnitPhase("demo", "demo/0", state.Ready, 2)
 	m.UnitRestart("demo", "demo/0")
@@ -278,7 +277,7 @@ func TestSeriesGoWithTheirRank(t *testing.T) {
 		},
 		{App: "demo", Group: 1, Rank: 1},
 	}, []telemetry.AppIndex{
-		{App: "demo", Blocks: 9, Bytes: 1024, Evicted: 4, Resyncs: 5},
+		{App: "demo", Blocks: 9, Bytes: 1024, Evicted: 4},
 	}, []telemetry.GroupSample{{
 		App: "demo", Group: 1, Held: 3, Open: 60, PaceMs: 37.5, DecodeBalance: .98, Cohorts: 4,
 		CohortRequests: 30, OnRanks: 29,
@@ -314,7 +313,6 @@ func TestSeriesGoWithTheirRank(t *testing.T) {
 		`dpserve_router_index_blocks{app="demo"} 9`,
 		`dpserve_router_index_bytes{app="demo"} 1024`,
 		`dpserve_router_index_evictions_total{app="demo"} 4`,
-		`dpserve_router_index_resyncs_total{app="demo"} 5`,
 	}, series(t, m))
 
 	m.ShowRanks([]telemetry.RankSample{

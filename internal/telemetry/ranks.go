@@ -46,7 +46,6 @@ type AppIndex struct {
 	Blocks  int
 	Bytes   int
 	Evicted uint64
-	Resyncs uint64
 }
 
 // GroupSample describes the queue of a lockstep group at the ingress that has it. The counts are since the
@@ -93,11 +92,11 @@ func (d *groupDescs) collect(ch chan<- prometheus.Metric, s *GroupSample) {
 type rankCollector struct {
 	snapshot atomic.Pointer[rankSamples]
 
-	inFlight, tripped                                  *prometheus.Desc
-	blocks, bytes, orphans, evictions, events, silent  *prometheus.Desc
-	routerBlocks, routerBytes, routerEvicted, resynced *prometheus.Desc
-	transfer                                           transferDescs
-	group                                              groupDescs
+	inFlight, tripped                                 *prometheus.Desc
+	blocks, bytes, orphans, evictions, events, silent *prometheus.Desc
+	routerBlocks, routerBytes, routerEvicted          *prometheus.Desc
+	transfer                                          transferDescs
+	group                                             groupDescs
 }
 
 // transferDescs describe the series of a TransferSample.
@@ -161,8 +160,6 @@ func newRankCollector() *rankCollector {
 		routerBytes: newAppDesc("router_index_bytes", "Memory of this ingress's KV index."),
 		routerEvicted: newAppDesc("router_index_evictions_total",
 			"Blocks dropped from this ingress's KV index at its memory cap."),
-		resynced: newAppDesc("router_index_resyncs_total",
-			"Columns of this ingress's KV index that were asked for again after a gap."),
 		transfer: newTransferDescs(), group: newGroupDescs(),
 	}
 }
@@ -202,7 +199,7 @@ func (c *rankCollector) forget(app string) {
 func (c *rankCollector) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range append(append(c.transfer.list(), c.group.list()...),
 		c.inFlight, c.tripped, c.blocks, c.bytes, c.orphans, c.evictions, c.events, c.silent,
-		c.routerBlocks, c.routerBytes, c.routerEvicted, c.resynced,
+		c.routerBlocks, c.routerBytes, c.routerEvicted,
 	) {
 		ch <- d
 	}
@@ -222,7 +219,6 @@ func (c *rankCollector) Collect(ch chan<- prometheus.Metric) {
 		ch <- newGaugeSample(c.routerBlocks, float64(a.Blocks), a.App)
 		ch <- newGaugeSample(c.routerBytes, float64(a.Bytes), a.App)
 		ch <- newCounterSample(c.routerEvicted, a.Evicted, a.App)
-		ch <- newCounterSample(c.resynced, a.Resyncs, a.App)
 	}
 	for i := range s.groups {
 		c.group.collect(ch, &s.groups[i])

@@ -39,7 +39,7 @@ const (
 // vectors holds the vectors with the label app, but for those of a pair of pools.
 type vectors struct {
 	requests, tokens, attempts, retries, refusals, picks, restarts *prometheus.CounterVec
-	tokenize, indexGaps                                            *prometheus.CounterVec
+	tokenize                                                       *prometheus.CounterVec
 	requestSeconds, ttft, itl, queueWait, decision                 *prometheus.HistogramVec
 	queueLength, queueTokens, unitState, unitEpoch                 *prometheus.GaugeVec
 	readyRanks, desiredRanks                                       *prometheus.GaugeVec
@@ -90,8 +90,6 @@ func (v *vectors) addRouting() {
 	v.tokenize = counter("tokenize_total",
 		"Text prompts to be identified by tokens: hit (known), miss (an engine was asked), fallback "+
 			"(identified by text).", labelApp, labelResult)
-	v.indexGaps = counter("router_index_gaps_total",
-		"Times a rank's cache was hidden from routing because a record of its stream was missed.", labelApp)
 }
 
 func (v *vectors) addUnits() {
@@ -106,7 +104,7 @@ func (v *vectors) addUnits() {
 
 func (v *vectors) list() []forgetter {
 	return []forgetter{
-		v.requests, v.tokens, v.attempts, v.retries, v.refusals, v.picks, v.restarts, v.tokenize, v.indexGaps,
+		v.requests, v.tokens, v.attempts, v.retries, v.refusals, v.picks, v.restarts, v.tokenize,
 		v.requestSeconds, v.ttft, v.itl, v.queueWait, v.decision,
 		v.queueLength, v.queueTokens, v.unitState, v.unitEpoch, v.readyRanks, v.desiredRanks,
 	}

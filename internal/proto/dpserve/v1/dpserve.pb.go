@@ -122,7 +122,6 @@ type SubscribeRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Ingress       string                 `protobuf:"bytes,1,opt,name=ingress,proto3" json:"ingress,omitempty"` // the first message only
 	Posts         []*Post                `protobuf:"bytes,2,rep,name=posts,proto3" json:"posts,omitempty"`
-	Resync        bool                   `protobuf:"varint,3,opt,name=resync,proto3" json:"resync,omitempty"` // a snapshot of every rank
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -171,13 +170,6 @@ func (x *SubscribeRequest) GetPosts() []*Post {
 	return nil
 }
 
-func (x *SubscribeRequest) GetResync() bool {
-	if x != nil {
-		return x.Resync
-	}
-	return false
-}
-
 // Post is one message to a rank's mailbox.
 type Post struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -189,11 +181,10 @@ type Post struct {
 	//	*Post_Done
 	//	*Post_FirstToken
 	//	*Post_Progress
-	//	*Post_Resync
 	//	*Post_Demand
 	//	*Post_Pardon
 	Message       isPost_Message `protobuf_oneof:"message"`
-	Incarnation   uint64         `protobuf:"varint,8,opt,name=incarnation,proto3" json:"incarnation,omitempty"` // of the rank when its ticket was given; a Resync goes by unit and rank alone
+	Incarnation   uint64         `protobuf:"varint,8,opt,name=incarnation,proto3" json:"incarnation,omitempty"` // of the rank when its ticket was given
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -283,15 +274,6 @@ func (x *Post) GetProgress() *Progress {
 	return nil
 }
 
-func (x *Post) GetResync() *Resync {
-	if x != nil {
-		if x, ok := x.Message.(*Post_Resync); ok {
-			return x.Resync
-		}
-	}
-	return nil
-}
-
 func (x *Post) GetDemand() *Demand {
 	if x != nil {
 		if x, ok := x.Message.(*Post_Demand); ok {
@@ -333,10 +315,6 @@ type Post_Progress struct {
 	Progress *Progress `protobuf:"bytes,6,opt,name=progress,proto3,oneof"`
 }
 
-type Post_Resync struct {
-	Resync *Resync `protobuf:"bytes,7,opt,name=resync,proto3,oneof"`
-}
-
 type Post_Demand struct {
 	Demand *Demand `protobuf:"bytes,10,opt,name=demand,proto3,oneof"`
 }
@@ -350,8 +328,6 @@ func (*Post_Done) isPost_Message() {}
 func (*Post_FirstToken) isPost_Message() {}
 
 func (*Post_Progress) isPost_Message() {}
-
-func (*Post_Resync) isPost_Message() {}
 
 func (*Post_Demand) isPost_Message() {}
 
@@ -585,42 +561,6 @@ func (x *Progress) GetOut() int64 {
 	return 0
 }
 
-type Resync struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *Resync) Reset() {
-	*x = Resync{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[6]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *Resync) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*Resync) ProtoMessage() {}
-
-func (x *Resync) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[6]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use Resync.ProtoReflect.Descriptor instead.
-func (*Resync) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{6}
-}
-
 // Pardon takes back that an answer counts towards the trip: another rank has answered the same.
 type Pardon struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -630,7 +570,7 @@ type Pardon struct {
 
 func (x *Pardon) Reset() {
 	*x = Pardon{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[7]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -642,7 +582,7 @@ func (x *Pardon) String() string {
 func (*Pardon) ProtoMessage() {}
 
 func (x *Pardon) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[7]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -655,7 +595,7 @@ func (x *Pardon) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pardon.ProtoReflect.Descriptor instead.
 func (*Pardon) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{7}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{6}
 }
 
 // Demand says whether requests wait at the ingress for room on the rank's application.
@@ -668,7 +608,7 @@ type Demand struct {
 
 func (x *Demand) Reset() {
 	*x = Demand{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -680,7 +620,7 @@ func (x *Demand) String() string {
 func (*Demand) ProtoMessage() {}
 
 func (x *Demand) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -693,7 +633,7 @@ func (x *Demand) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Demand.ProtoReflect.Descriptor instead.
 func (*Demand) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{8}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Demand) GetWaits() bool {
@@ -714,7 +654,7 @@ type Records struct {
 
 func (x *Records) Reset() {
 	*x = Records{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[9]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -726,7 +666,7 @@ func (x *Records) String() string {
 func (*Records) ProtoMessage() {}
 
 func (x *Records) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[9]
+	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -739,7 +679,7 @@ func (x *Records) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Records.ProtoReflect.Descriptor instead.
 func (*Records) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{9}
+	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Records) GetPacked() []byte {
@@ -762,11 +702,10 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\x03doc\x18\x04 \x01(\tR\x03doc\x12\x18\n" +
 	"\adetails\x18\x05 \x03(\tR\adetails\x12\x0e\n" +
 	"\x02is\x18\x06 \x03(\tR\x02is\x12\x16\n" +
-	"\x06leader\x18\a \x01(\tR\x06leader\"l\n" +
+	"\x06leader\x18\a \x01(\tR\x06leader\"T\n" +
 	"\x10SubscribeRequest\x12\x18\n" +
 	"\aingress\x18\x01 \x01(\tR\aingress\x12&\n" +
-	"\x05posts\x18\x02 \x03(\v2\x10.dpserve.v1.PostR\x05posts\x12\x16\n" +
-	"\x06resync\x18\x03 \x01(\bR\x06resync\"\x92\x03\n" +
+	"\x05posts\x18\x02 \x03(\v2\x10.dpserve.v1.PostR\x05posts\"\xe4\x02\n" +
 	"\x04Post\x12\x12\n" +
 	"\x04unit\x18\x01 \x01(\tR\x04unit\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x12\n" +
@@ -775,7 +714,6 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\vfirst_token\x18\x05 \x01(\v2\x16.dpserve.v1.FirstTokenH\x00R\n" +
 	"firstToken\x122\n" +
 	"\bprogress\x18\x06 \x01(\v2\x14.dpserve.v1.ProgressH\x00R\bprogress\x12,\n" +
-	"\x06resync\x18\a \x01(\v2\x12.dpserve.v1.ResyncH\x00R\x06resync\x12,\n" +
 	"\x06demand\x18\n" +
 	" \x01(\v2\x12.dpserve.v1.DemandH\x00R\x06demand\x12,\n" +
 	"\x06pardon\x18\v \x01(\v2\x12.dpserve.v1.PardonH\x00R\x06pardon\x12 \n" +
@@ -802,7 +740,6 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\bProgress\x12\x16\n" +
 	"\x06ticket\x18\x01 \x01(\x04R\x06ticket\x12\x10\n" +
 	"\x03out\x18\x02 \x01(\x03R\x03out\"\b\n" +
-	"\x06Resync\"\b\n" +
 	"\x06Pardon\"\x1e\n" +
 	"\x06Demand\x12\x14\n" +
 	"\x05waits\x18\x01 \x01(\bR\x05waits\"!\n" +
@@ -823,7 +760,7 @@ func file_dpserve_v1_dpserve_proto_rawDescGZIP() []byte {
 	return file_dpserve_v1_dpserve_proto_rawDescData
 }
 
-var file_dpserve_v1_dpserve_proto_msgTypes = make([]protoimpl.MessageInfo, 10)
+var file_dpserve_v1_dpserve_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_dpserve_v1_dpserve_proto_goTypes = []any{
 	(*Problem)(nil),          // 0: dpserve.v1.Problem
 	(*SubscribeRequest)(nil), // 1: dpserve.v1.SubscribeRequest
@@ -831,26 +768,24 @@ var file_dpserve_v1_dpserve_proto_goTypes = []any{
 	(*Done)(nil),             // 3: dpserve.v1.Done
 	(*FirstToken)(nil),       // 4: dpserve.v1.FirstToken
 	(*Progress)(nil),         // 5: dpserve.v1.Progress
-	(*Resync)(nil),           // 6: dpserve.v1.Resync
-	(*Pardon)(nil),           // 7: dpserve.v1.Pardon
-	(*Demand)(nil),           // 8: dpserve.v1.Demand
-	(*Records)(nil),          // 9: dpserve.v1.Records
+	(*Pardon)(nil),           // 6: dpserve.v1.Pardon
+	(*Demand)(nil),           // 7: dpserve.v1.Demand
+	(*Records)(nil),          // 8: dpserve.v1.Records
 }
 var file_dpserve_v1_dpserve_proto_depIdxs = []int32{
 	2, // 0: dpserve.v1.SubscribeRequest.posts:type_name -> dpserve.v1.Post
 	3, // 1: dpserve.v1.Post.done:type_name -> dpserve.v1.Done
 	4, // 2: dpserve.v1.Post.first_token:type_name -> dpserve.v1.FirstToken
 	5, // 3: dpserve.v1.Post.progress:type_name -> dpserve.v1.Progress
-	6, // 4: dpserve.v1.Post.resync:type_name -> dpserve.v1.Resync
-	8, // 5: dpserve.v1.Post.demand:type_name -> dpserve.v1.Demand
-	7, // 6: dpserve.v1.Post.pardon:type_name -> dpserve.v1.Pardon
-	1, // 7: dpserve.v1.Replica.Subscribe:input_type -> dpserve.v1.SubscribeRequest
-	9, // 8: dpserve.v1.Replica.Subscribe:output_type -> dpserve.v1.Records
-	8, // [8:9] is the sub-list for method output_type
-	7, // [7:8] is the sub-list for method input_type
-	7, // [7:7] is the sub-list for extension type_name
-	7, // [7:7] is the sub-list for extension extendee
-	0, // [0:7] is the sub-list for field type_name
+	7, // 4: dpserve.v1.Post.demand:type_name -> dpserve.v1.Demand
+	6, // 5: dpserve.v1.Post.pardon:type_name -> dpserve.v1.Pardon
+	1, // 6: dpserve.v1.Replica.Subscribe:input_type -> dpserve.v1.SubscribeRequest
+	8, // 7: dpserve.v1.Replica.Subscribe:output_type -> dpserve.v1.Records
+	7, // [7:8] is the sub-list for method output_type
+	6, // [6:7] is the sub-list for method input_type
+	6, // [6:6] is the sub-list for extension type_name
+	6, // [6:6] is the sub-list for extension extendee
+	0, // [0:6] is the sub-list for field type_name
 }
 
 func init() { file_dpserve_v1_dpserve_proto_init() }
@@ -862,7 +797,6 @@ func file_dpserve_v1_dpserve_proto_init() {
 		(*Post_Done)(nil),
 		(*Post_FirstToken)(nil),
 		(*Post_Progress)(nil),
-		(*Post_Resync)(nil),
 		(*Post_Demand)(nil),
 		(*Post_Pardon)(nil),
 	}
@@ -872,7 +806,7 @@ func file_dpserve_v1_dpserve_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dpserve_v1_dpserve_proto_rawDesc), len(file_dpserve_v1_dpserve_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   10,
+			NumMessages:   9,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -25,7 +24,7 @@ import (
 //	  ▲                                                    │                                       │
 //	  └────────────────── any message ─────────────────────┴───────────────────────────────────────┘
 type link struct {
-	feed   *Feed
+	links  *RankLinks
 	node   state.Node
 	log    *slog.Logger
 	posts  postQueue
@@ -38,7 +37,7 @@ type link struct {
 	lastTry      time.Time // the current stream was begun, or had a message
 	isSilent     bool
 	isOut        bool
-	cancelStream context.CancelFunc // ends the current stream
+	cancelStream context.CancelCauseFunc // ends the current stream
 	timer        *time.Timer
 	closed       bool
 
@@ -46,24 +45,33 @@ type link struct {
 	quietUntil time.Time
 	hasWarned  bool // the log says that it is silent
 	restarts   bool // it said so, and has begun no stream since
+
+	in        *unpacker // of the current stream
+	isListing bool      // the current stream has listed a rank
 }
 
-// errSilent ends a stream on which a node has been silent for too long.
-var errSilent = errors.New("nothing is heard")
+var _ msg.Source = (*link)(nil)
+
+// Reasons why this side ends a stream.
+var (
+	errSilent = errors.New("nothing is heard")
+	errRelist = errors.New("a reader wants the ranks listed again")
+)
 
 // quietTime is how long a node that joins or restarts may take until it serves its ranks' stream.
 const quietTime = 10 * time.Second
 
-func newLink(ctx context.Context, f *Feed, n state.Node) *link {
+func newLink(ctx context.Context, f *RankLinks, n state.Node) *link {
 	ctx, cancel := context.WithCancel(ctx)
 	now := time.Now()
 	l := &link{
-		feed: f, node: n, log: f.log.With(slog.String("peer", n.ID)), cancel: cancel,
+		links: f, node: n, log: f.log.With(slog.String("peer", n.ID)), cancel: cancel,
 		done:  make(chan struct{}),
-		ranks: map[appRank]*remoteRank{}, lastHeard: now, lastTry: now, cancelStream: func() {},
+		ranks: map[appRank]*remoteRank{}, lastHeard: now, lastTry: now, cancelStream: func(error) {},
 		quietUntil: now.Add(quietTime),
 	}
 	l.posts.init(&f.lostPosts)
+	f.config.Hub.AddNode(l)
 	l.mu.Lock()
 	l.timer = time.AfterFunc(f.timers.Suspect, l.checkSilence)
 	l.mu.Unlock()
@@ -76,12 +84,26 @@ func (l *link) close(why string) {
 	l.cancel()
 	<-l.done
 	l.posts.close()
+	defer l.links.config.Hub.Remove(l) // after its ranks are out
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.closed = true
 	l.timer.Stop()
 	l.takeOut(why)
 }
+
+// List implements msg.Source: the stream begins again, and with it a list for all subscriptions. If the
+// stream has listed nothing yet, its list is for the new one too.
+func (l *link) List(*msg.Subscription) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.isListing {
+		l.cancelStream(errRelist)
+	}
+}
+
+// Forget implements msg.Source: a subscription that has ended takes nothing any more.
+func (l *link) Forget(*msg.Subscription) {}
 
 // run holds the stream. It reconnects at once after a stream that lasted, otherwise after a growing backoff.
 func (l *link) run(ctx context.Context) {
@@ -95,7 +117,7 @@ func (l *link) run(ctx context.Context) {
 			return
 		}
 		l.onStreamEnd(heard, err)
-		if heard && time.Since(began) >= backoffMax {
+		if heard && (time.Since(began) >= backoffMax || errors.Is(err, errRelist)) {
 			wait = 0
 			continue
 		}
@@ -112,14 +134,15 @@ func (l *link) runStream(ctx context.Context) (heard bool, err error) {
 	cancel := func() { end(nil) }
 	defer cancel()
 	l.mu.Lock()
-	l.lastTry, l.cancelStream = time.Now(), func() { end(errSilent) }
+	l.lastTry, l.cancelStream = time.Now(), end
+	l.in, l.isListing = newUnpacker(&l.links.skipped), false
 	l.mu.Unlock()
 	defer func() {
-		if errors.Is(context.Cause(ctx), errSilent) {
-			err = errSilent // gRPC reports only that this side has cancelled
+		if why := context.Cause(ctx); errors.Is(why, errSilent) || errors.Is(why, errRelist) {
+			err = why // gRPC reports only that this side has cancelled
 		}
 	}()
-	stream, err := l.feed.config.Open(ctx, l.node)
+	stream, err := l.links.config.Open(ctx, l.node)
 	if err != nil {
 		return false, err
 	}
@@ -130,13 +153,12 @@ func (l *link) runStream(ctx context.Context) (heard bool, err error) {
 	})
 	defer sender.Wait()
 	defer cancel()
-	in := newUnpacker(&l.feed.skipped)
 	for {
 		m, err := stream.Recv()
 		if err != nil {
 			return heard, err
 		}
-		err = l.onMessage(in, m.GetPacked(), !heard)
+		err = l.onMessage(m.GetPacked(), !heard)
 		heard = true
 		if err != nil {
 			return heard, err
@@ -145,7 +167,7 @@ func (l *link) runStream(ctx context.Context) (heard bool, err error) {
 }
 
 // onMessage delivers a message's records to the sinks. first: it is the first one of its stream.
-func (l *link) onMessage(in *unpacker, packed []byte, first bool) error {
+func (l *link) onMessage(packed []byte, first bool) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.lastHeard = time.Now()
@@ -156,7 +178,7 @@ func (l *link) onMessage(in *unpacker, packed []byte, first bool) error {
 		l.log.Info("a node has restarted")
 	}
 	l.isOut = false
-	return in.unpack(packed, l)
+	return l.in.unpack(packed, l)
 }
 
 // record implements recordHandler. unpack calls it with mu held.
@@ -169,25 +191,29 @@ func (l *link) record(src *remoteRank, rec *msg.Record) {
 			l.addRank(key, old, src)
 		}
 		rec.Snapshot.Mailbox = src.mailbox
+		src.sinks, l.isListing = l.links.config.Hub.Far(), true
 	case msg.RecGone:
 		if old != nil && old.identity == src.identity {
 			delete(l.ranks, key)
 			old.mailbox.stop()
 		}
+		src.sinks = l.links.config.Hub.Far() // a sink may know the rank from before
 	case msg.RecState:
 		if rec.Draining && rec.Cause == msg.CauseRestarting {
 			l.expectRestart()
 		}
 	default:
 	}
-	l.feed.deliver(src, rec)
+	for _, sub := range src.sinks {
+		sub.Deliver(rec)
+	}
 }
 
 // addRank adds a rank, or its next incarnation. A rank that was known before the stream broke keeps its
 // mailbox.
 func (l *link) addRank(key appRank, old, src *remoteRank) {
 	if old != nil && old.identity == src.identity {
-		src.mailbox, src.gen = old.mailbox, old.gen
+		src.mailbox = old.mailbox
 	} else {
 		src.mailbox = &remoteMailbox{id: src.identity, posts: &l.posts, stopped: make(chan struct{})}
 		if old != nil {
@@ -197,10 +223,10 @@ func (l *link) addRank(key appRank, old, src *remoteRank) {
 	l.ranks[key] = src
 }
 
-// roster implements recordHandler: ranks that are not in the list have ended. unpack calls it with mu held.
-func (l *link) roster(list []identity) {
+// listed implements recordHandler: ranks that were not listed have ended. unpack calls it with mu held.
+func (l *link) listed() {
 	for _, src := range l.ranks {
-		if !slices.Contains(list, src.identity) {
+		if l.in.slots[src.slot] != src {
 			l.removeRank(src)
 		}
 	}
@@ -212,10 +238,12 @@ func (l *link) removeRank(src *remoteRank) {
 	l.deliverOwn(src, &msg.Record{Kind: msg.RecGone})
 }
 
-// deliverOwn delivers a record that this side makes.
+// deliverOwn delivers a record that this side makes, to all sinks: one may know the rank from before.
 func (l *link) deliverOwn(src *remoteRank, rec *msg.Record) {
 	src.setIn(rec)
-	l.feed.deliver(src, rec)
+	for _, sub := range l.links.config.Hub.Far() {
+		sub.Deliver(rec)
+	}
 }
 
 func (l *link) setSilent(silent bool, why string) {
@@ -264,10 +292,14 @@ func (l *link) takeOut(why string) {
 }
 
 // onStreamEnd handles the end of a stream: the node's ranks are suspect at once, and out if the connection
-// was refused.
+// was refused. If only the list is to begin again, the ranks stay as they are until they are listed.
 func (l *link) onStreamEnd(heard bool, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if heard && isRelist(err) {
+		l.log.Info("a node's ranks are listed again", slog.String("cause", err.Error()))
+		return
+	}
 	if isRestart(err) {
 		l.expectRestart()
 	}
@@ -294,6 +326,12 @@ func isRestart(err error) bool {
 	return status.Convert(err).Message() == status.Convert(errRestarts).Message()
 }
 
+// isRelist reports whether a stream has ended for a new list, and the node is heard.
+func isRelist(err error) bool {
+	return errors.Is(err, errRelist) || errors.Is(err, errMalformed) || errors.Is(err, errGap) ||
+		status.Code(err) == status.Code(errBehind)
+}
+
 // isConnRefused says whether the node's kernel refused the connection. gRPC gives the reason as text only.
 func isConnRefused(err error) bool {
 	return errors.Is(err, syscall.ECONNREFUSED) || status.Code(err) == codes.Unavailable &&
@@ -307,7 +345,7 @@ func (l *link) checkSilence() {
 	if l.closed {
 		return
 	}
-	t := l.feed.timers
+	t := l.links.timers
 	now := time.Now()
 	if now.Sub(l.lastHeard) >= t.Suspect {
 		l.setSilent(true, errSilent.Error())
@@ -317,7 +355,7 @@ func (l *link) checkSilence() {
 	}
 	if now.Sub(l.lastTry) >= t.Out {
 		l.lastTry = now
-		l.cancelStream() // a stream, or an attempt to open one, without a message
+		l.cancelStream(errSilent) // a stream, or an attempt to open one, without a message
 	}
 	next := t.Out
 	for _, due := range [...]time.Time{
@@ -333,16 +371,14 @@ func (l *link) checkSilence() {
 
 // sendPosts sends the posts to the node's ranks, until the stream ends.
 func (l *link) sendPosts(ctx context.Context, stream StreamClient) {
-	l.posts.onStreamStart()
-	hello := &dpservev1.SubscribeRequest{Ingress: l.feed.config.Self, Resync: true}
-	if stream.Send(hello) != nil {
+	if stream.Send(&dpservev1.SubscribeRequest{Ingress: l.links.config.Self}) != nil {
 		return // Recv returns the reason
 	}
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for {
-		batch, resync := l.posts.takeBatch()
-		if len(batch) == 0 && !resync {
+		batch := l.posts.takeBatch()
+		if len(batch) == 0 {
 			select {
 			case <-ctx.Done():
 				return
@@ -350,14 +386,11 @@ func (l *link) sendPosts(ctx context.Context, stream StreamClient) {
 			}
 			continue
 		}
-		if stream.Send(&dpservev1.SubscribeRequest{
-			Posts:  wirePosts(batch, time.Now()),
-			Resync: resync,
-		}) != nil {
+		if stream.Send(&dpservev1.SubscribeRequest{Posts: wirePosts(batch, time.Now())}) != nil {
 			l.posts.putBack(batch)
 			return
 		}
-		if !waitTimer(ctx.Done(), timer, untilBeat(l.feed.postInterval())) {
+		if !waitTimer(ctx.Done(), timer, untilBeat(time.Duration(l.links.interval.Load()))) {
 			return
 		}
 	}

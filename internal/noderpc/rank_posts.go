@@ -21,7 +21,7 @@ const (
 var errNotPosted = errors.New("a message of this kind is not posted to ranks of other nodes")
 
 // remoteMailbox is the mailbox of a rank on another node. It implements msg.Mailbox: Done, FirstToken,
-// Progress, Demand and Resync are sent over the node's stream, and all other messages are refused.
+// Progress, Pardon and Demand are sent over the node's stream, and all other messages are refused.
 // Posts after the rank is out are still sent if the node comes back, because its requests may have gone on.
 type remoteMailbox struct {
 	id      identity
@@ -83,10 +83,9 @@ type postQueue struct {
 	wake chan struct{} // one slot
 	lost *atomic.Uint64
 
-	mu          sync.Mutex
-	list        []post
-	needsResync bool // a snapshot of every rank is to be requested
-	closed      bool
+	mu     sync.Mutex
+	list   []post
+	closed bool
 }
 
 func (q *postQueue) init(lost *atomic.Uint64) { q.wake, q.lost = make(chan struct{}, 1), lost }
@@ -117,30 +116,14 @@ func (q *postQueue) makeRoom(progress bool) bool {
 	return len(q.list) < maxPosts
 }
 
-// requestResync asks for snapshots of all the node's ranks.
-func (q *postQueue) requestResync() {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	q.needsResync = true
-	signal(q.wake)
-}
-
-// onStreamStart drops a pending resync: a new stream asks for all snapshots anyway.
-func (q *postQueue) onStreamStart() {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	q.needsResync = false
-}
-
 // takeBatch returns the next posts to send.
-func (q *postQueue) takeBatch() (batch []post, resync bool) {
+func (q *postQueue) takeBatch() []post {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	n := min(len(q.list), postBatch)
-	batch = slices.Clone(q.list[:n])
+	batch := slices.Clone(q.list[:n])
 	q.list = slices.Delete(q.list, 0, n)
-	resync, q.needsResync = q.needsResync, false
-	return batch, resync
+	return batch
 }
 
 // putBack returns posts that could not be sent.
@@ -183,8 +166,6 @@ func toPost(m any) *dpservev1.Post {
 		return &dpservev1.Post{Message: &dpservev1.Post_Demand{Demand: &dpservev1.Demand{Waits: m.Waits}}}
 	case msg.Demand:
 		return toPost(&m)
-	case msg.Resync:
-		return &dpservev1.Post{Message: &dpservev1.Post_Resync{Resync: &dpservev1.Resync{}}}
 	default:
 		return nil
 	}

@@ -19,10 +19,10 @@ import (
 // StreamClient is the reader's end of a node's stream.
 type StreamClient = grpc.BidiStreamingClient[dpservev1.SubscribeRequest, dpservev1.Records]
 
-// FeedConfig is the configuration of a Feed. Self, Store, Open and Log are required.
-type FeedConfig struct {
+// RankLinksConfig is the configuration of RankLinks. Self, Hub, Store, Open and Log are required.
+type RankLinksConfig struct {
 	Self  string    // id of this node
-	Local msg.Feed  // its own ranks; nil: it has none
+	Hub   *msg.Hub  // where the ranks of other nodes come to
 	Store msg.Store // it lists the other nodes
 	// Open begins a stream, which ends with ctx. If the error is, or contains, "connection refused", the
 	// node's ranks are taken out at once.
@@ -31,18 +31,16 @@ type FeedConfig struct {
 	Log    *slog.Logger
 }
 
-// Feed joins the ranks of all nodes into one msg.Feed: its own ones as Local delivers them, and those of
-// other nodes over one stream per node, whatever the number of sinks. Records of one node reach a sink in
-// order and one at a time; records of Local and of other nodes may come at the same time.
-type Feed struct {
-	config   FeedConfig
+// RankLinks brings the ranks of other nodes into this node's Hub, over one stream per node, whatever the
+// number of sinks.
+type RankLinks struct {
+	config   RankLinksConfig
 	timers   StreamTimers
 	log      *slog.Logger
 	interval atomic.Int64 // time.Duration between messages to one node
 
-	subscribers atomic.Pointer[feedSubscribers]
-	skipped     unpackStats
-	lostPosts   atomic.Uint64 // posts
+	skipped   unpackStats
+	lostPosts atomic.Uint64 // posts
 
 	stop    context.CancelFunc
 	running sync.WaitGroup
@@ -51,45 +49,19 @@ type Feed struct {
 	links map[string]*link // by node id
 }
 
-// feedSubscribers are all subscribers at one moment. gen grows with every subscription: a subscriber that
-// came after a rank's last snapshot gets no record of that rank before the next one.
-type feedSubscribers struct {
-	gen  uint64
-	list []*feedSubscriber
-}
-
-type feedSubscriber struct {
-	since uint64 // feedSubscribers.gen of its subscription
-
-	mu     sync.Mutex
-	sink   msg.Sink
-	closed bool
-}
-
-func (l *feedSubscriber) deliver(rec *msg.Record) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if !l.closed {
-		l.sink.Deliver(rec)
-	}
-}
-
-// FeedStats counts events since NewFeed.
-type FeedStats struct {
+// RankLinksStats counts events since NewRankLinks.
+type RankLinksStats struct {
 	UnknownKinds uint64 // records of a later version
-	Malformed    uint64 // records that were dropped; the readers ask for snapshots
+	Malformed    uint64 // streams that ended with a record that cannot be, and began again
 	LostPosts    uint64 // messages to ranks that found no room, or whose node was removed
 }
 
-var _ msg.Feed = (*Feed)(nil)
-
-// NewFeed makes a feed that follows Store at once, until Close.
-func NewFeed(c FeedConfig) *Feed {
-	f := &Feed{
+// NewRankLinks makes the links, which follow Store at once, until Close.
+func NewRankLinks(c RankLinksConfig) *RankLinks {
+	f := &RankLinks{
 		config: c, timers: c.Timers.withDefaults(), log: c.Log.With(slog.String("component", "remote")),
 		links: map[string]*link{},
 	}
-	f.subscribers.Store(&feedSubscribers{})
 	ctx, stop := context.WithCancel(context.Background())
 	f.stop = stop
 	changed := c.Store.Changed() // before State, so that no change is missed
@@ -99,8 +71,8 @@ func NewFeed(c FeedConfig) *Feed {
 }
 
 // Close ends all streams and takes the ranks of other nodes out, without a warning. It is idempotent and
-// waits. Local goes on.
-func (f *Feed) Close() {
+// waits.
+func (f *RankLinks) Close() {
 	f.stop()
 	f.running.Wait()
 	f.mu.Lock()
@@ -112,61 +84,15 @@ func (f *Feed) Close() {
 }
 
 // Stats returns the counters.
-func (f *Feed) Stats() FeedStats {
-	return FeedStats{
+func (f *RankLinks) Stats() RankLinksStats {
+	return RankLinksStats{
 		UnknownKinds: f.skipped.kinds.Load(), Malformed: f.skipped.malformed.Load(),
 		LostPosts: f.lostPosts.Load(),
 	}
 }
 
-// Subscribe implements msg.Feed. Every node is asked for snapshots of all its ranks, which come soon after.
-func (f *Feed) Subscribe(sink msg.Sink) (cancel func()) {
-	f.mu.Lock()
-	old := f.subscribers.Load()
-	l := &feedSubscriber{since: old.gen + 1, sink: sink}
-	f.subscribers.Store(&feedSubscribers{gen: l.since, list: append(slices.Clone(old.list), l)})
-	for _, k := range f.links {
-		k.posts.requestResync()
-	}
-	f.mu.Unlock()
-	local := func() {}
-	if f.config.Local != nil {
-		local = f.config.Local.Subscribe(sink)
-	}
-	return func() {
-		local()
-		f.unsubscribe(l)
-	}
-}
-
-func (f *Feed) unsubscribe(l *feedSubscriber) {
-	f.mu.Lock()
-	old := f.subscribers.Load()
-	left := slices.DeleteFunc(slices.Clone(old.list), func(o *feedSubscriber) bool { return o == l })
-	f.subscribers.Store(&feedSubscribers{gen: old.gen, list: left})
-	f.mu.Unlock()
-	l.mu.Lock() // wait for a Deliver in progress
-	defer l.mu.Unlock()
-	l.closed = true
-}
-
-// deliver delivers a rank's record to all sinks that have its snapshot. RecGone and RecSilent go to all
-// sinks: a sink that has subscribed again may know the rank from before.
-func (f *Feed) deliver(src *remoteRank, rec *msg.Record) {
-	a := f.subscribers.Load()
-	if rec.Kind == msg.RecSnapshot {
-		src.gen = a.gen
-	}
-	all := rec.Kind == msg.RecGone || rec.Kind == msg.RecSilent
-	for _, l := range a.list {
-		if all || src.gen >= l.since {
-			l.deliver(rec)
-		}
-	}
-}
-
 // followStore keeps one link to every other node that has ranks.
-func (f *Feed) followStore(ctx context.Context, changed <-chan struct{}) {
+func (f *RankLinks) followStore(ctx context.Context, changed <-chan struct{}) {
 	for {
 		select {
 		case <-ctx.Done():
@@ -179,10 +105,10 @@ func (f *Feed) followStore(ctx context.Context, changed <-chan struct{}) {
 }
 
 // updateLinks opens and closes links for the nodes of a state.
-func (f *Feed) updateLinks(ctx context.Context, st *state.State) {
+func (f *RankLinks) updateLinks(ctx context.Context, st *state.State) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.interval.Store(int64(sendInterval(countRole(st, state.RoleIngress))))
+	f.interval.Store(int64(postInterval(countRole(st, state.RoleIngress))))
 	for id, l := range f.links {
 		if why := f.unlinkReason(st.Nodes[id], &l.node); why != "" {
 			l.close(why)
@@ -198,7 +124,7 @@ func (f *Feed) updateLinks(ctx context.Context, st *state.State) {
 
 // unlinkReason says why there is no link to a node; "" if there is one. old is the node's record when the
 // link began.
-func (f *Feed) unlinkReason(n, old *state.Node) string {
+func (f *RankLinks) unlinkReason(n, old *state.Node) string {
 	switch {
 	case n == nil:
 		return "it was removed"
@@ -225,9 +151,6 @@ func countRole(st *state.State, role state.Role) (n int) {
 	return n
 }
 
-// postInterval is how long a message to a node waits for others.
-func (f *Feed) postInterval() time.Duration { return time.Duration(f.interval.Load()) }
-
 // StreamTimers are the times of the ranks' streams between nodes. Zero values take the defaults.
 type StreamTimers struct {
 	Heartbeat time.Duration // of a stream without records, at most half as much later; 250 ms
@@ -238,7 +161,6 @@ type StreamTimers struct {
 const (
 	backoffMin = 50 * time.Millisecond // first wait between attempts to reach a node, which grows
 	backoffMax = time.Second           // longest such wait
-	resyncWait = time.Second           // how long a rank may take to answer a request for a snapshot
 )
 
 func (t StreamTimers) withDefaults() StreamTimers {
@@ -248,15 +170,21 @@ func (t StreamTimers) withDefaults() StreamTimers {
 	}
 }
 
-// Messages of a node to all its peers together cost a bounded share of a core: each peer gets at most one
-// message every perPeer × peers, with all records that waited. The first message after a pause leaves at
-// once. All streams of a process wait for the same beat, because a wake-up costs more than a message.
+// A stream has at most one message per interval, with everything that waited. The first message after a pause
+// leaves at once. All streams of a process wait for the same beat, because a wake-up costs more than a
+// message. With many peers the intervals grow, so that the messages of a node to all its peers cost a bounded
+// share of a core.
 const (
-	perPeer = 500 * time.Microsecond
-	maxPace = 40 * time.Millisecond
+	coalesce = 20 * time.Millisecond  // of records, at least: what routing does not notice
+	perPeer  = 625 * time.Microsecond // of an interval
+	maxPace  = 40 * time.Millisecond
 )
 
-func sendInterval(peers int) time.Duration { return min(time.Duration(peers)*perPeer, maxPace) }
+// postInterval is the time between messages to a node: room that ends with a request is waited for.
+func postInterval(peers int) time.Duration { return min(time.Duration(peers)*perPeer, maxPace) }
+
+// recordInterval is the time between messages to an ingress.
+func recordInterval(peers int) time.Duration { return max(postInterval(peers), coalesce) }
 
 // untilBeat is the time to the next beat of a clock that all streams share.
 func untilBeat(every time.Duration) time.Duration {

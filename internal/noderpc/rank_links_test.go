@@ -33,7 +33,19 @@ func (r *fakeRank) burst(n int) {
 	})
 }
 
-// TestOverflow: a reader that is too slow loses its place, gets the list of ranks, and new snapshots of them.
+// freezeOne stops or resumes the first connection to a node.
+func (c *streamNet) freezeOne(node string, on bool) {
+	c.mu.Lock()
+	f := c.conns[node][0]
+	c.mu.Unlock()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.frozen = on
+	f.cond.Broadcast()
+}
+
+// TestOverflow: a reader that is too slow for the log loses its stream, and lists the ranks again. Its ranks
+// are not suspected for that.
 func TestOverflow(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -41,43 +53,55 @@ func TestOverflow(t *testing.T) {
 		defer w.stop()
 		a, b, gone := w.rank(0, 10), w.rank(1, 11), w.rank(2, 12)
 		a.do(func() { a.store(kvindex.GPU, 1, 2, 3) })
-		slow, fast := c.ingress("i1", nil), c.ingress("i2", nil)
+		slow := c.ingress("i1", nil)
 		defer slow.stop()
+		settle() // the first connection is its own
+		fast := c.ingress("i2", nil)
 		defer fast.stop()
 		settle()
-		c.mu.Lock()
-		mine := c.conns["n1"][0]
-		c.mu.Unlock()
-		mine.mu.Lock()
-		mine.frozen = true
-		mine.mu.Unlock()
-		for range 20 {
-			a.burst(200)
-			time.Sleep(10 * time.Millisecond) // the other one keeps up
+		c.freezeOne("n1", true)
+		hashes := make([]uint64, maxHashes)
+		large := func() {
+			a.emit(msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: kvindex.Disk, Delta: kvindex.Delta{
+				Change: kvindex.Removed, Hashes: hashes,
+			}}})
 		}
-		gone.stop()
+		for range 2 * maxChunks {
+			a.do(large)
+			if synctest.Wait(); len(w.streams.records.chunks) > maxChunks {
+				t.Fatal("the log grows")
+			}
+			time.Sleep(time.Millisecond) // the other one keeps up
+		}
+		w.stopRank(gone)
 		b.do(func() { b.id.incarnation, b.seq = 21, 0; b.publish() })
 		late := w.rank(3, 13)
 		a.do(func() { a.store(kvindex.GPU, 4); a.admit(7, "i1") })
-		time.Sleep(200 * time.Millisecond)
-		mine.mu.Lock()
-		mine.frozen = false
-		mine.cond.Broadcast()
-		mine.mu.Unlock()
-		time.Sleep(3 * time.Second)
+		slow.takeNotes(epoch)
+		began := time.Now()
+		c.freezeOne("n1", false)
+		time.Sleep(2 * time.Second)
 		assert.EqualValues(t, 1, w.streams.Stats().Gaps)
 		for _, n := range []*ingressNode{slow, fast} {
 			n.assertEqual(t, a)
 			n.assertEqual(t, b)
 			n.assertEqual(t, late)
 			assert.Len(t, n.ids(), 3)
-			assert.Zero(t, n.mismatches)
 		}
+		notes := slow.takeNotes(began)
+		require.Len(t, notes, 1, "%v", notes)
+		assert.Contains(t, notes[0], "0/2 gone")
+		for range 4 {
+			a.do(large)
+			settle()
+		}
+		assert.LessOrEqual(t, len(w.streams.records.chunks), 3, "nobody needs the rest of the log")
+		settle()
 	})
 }
 
-// TestFeedClosesWithoutAWarning: when a node ends, it logs no warning about the ranks of others.
-func TestFeedClosesWithoutAWarning(t *testing.T) {
+// TestLinksCloseWithoutAWarning: when a node ends, it logs no warning about the ranks of others.
+func TestLinksCloseWithoutAWarning(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
 		var out bytes.Buffer
@@ -88,7 +112,7 @@ func TestFeedClosesWithoutAWarning(t *testing.T) {
 		n := c.ingress("i1", nil)
 		time.Sleep(2 * quietTime)
 		require.Len(t, n.ids(), 1)
-		n.feed.Close()
+		n.links.Close()
 		synctest.Wait()
 		assert.Empty(t, n.ids())
 		assert.NotContains(t, out.String(), "WARN")
@@ -124,33 +148,9 @@ func TestLargeSnapshots(t *testing.T) {
 		for _, r := range ranks {
 			a.assertEqual(t, r)
 			b.assertEqual(t, r)
-			// a stream's beginning, and a subscription, of each
-			r.do(func() { assert.LessOrEqual(t, r.resyncs, 4) })
+			r.do(func() { assert.Equal(t, 2, r.lists, "each stream lists once") })
 		}
-		assert.Zero(t, a.mismatches+b.mismatches)
 		assert.Zero(t, w.streams.Stats().Gaps)
-	})
-}
-
-// TestAskedAgain: a rank that does not answer is asked every second, and does not delay the others.
-func TestAskedAgain(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		c := newStreamNet(t)
-		w := c.worker("n1")
-		defer w.stop()
-		a, b := w.rank(0, 10), w.rank(1, 11)
-		a.do(func() { a.ignoresResync = true })
-		synctest.Wait()
-		n := c.ingress("i1", nil)
-		defer n.stop()
-		time.Sleep(4500 * time.Millisecond)
-		n.assertEqual(t, b)
-		a.do(func() {
-			assert.InDelta(t, 5, a.resyncs, 1)
-			a.ignoresResync = false
-		})
-		time.Sleep(2 * time.Second)
-		n.assertEqual(t, a)
 	})
 }
 
@@ -161,13 +161,18 @@ func TestSubscriptions(t *testing.T) {
 		w := c.worker("n1")
 		defer w.stop()
 		a := w.rank(0, 10)
+		settle()
 		n := c.ingress("i1", nil)
 		defer n.stop()
 		settle()
 		second := newReader(t)
-		cancel := n.feed.Subscribe(firstIsSnapshot{t, map[uint64]bool{}, second})
+		cancel := n.hub.Subscribe(firstIsSnapshot{t, map[uint64]bool{}, second})
 		a.do(func() { a.admit(1, "i1") })
 		settle()
+		second.assertEqual(t, a)
+		n.hub.List(n.reader)
+		settle()
+		a.do(func() { assert.Equal(t, 3, a.lists, "a stream lists for all its subscriptions") })
 		second.assertEqual(t, a)
 		cancel()
 		cancel()
@@ -242,8 +247,8 @@ func TestWrongStreams(t *testing.T) {
 		book.change(func(nodes map[string]*state.Node) {
 			nodes["n1"] = &state.Node{ID: "n1", Address: "n1:1", Roles: []state.Role{state.RoleWorker}}
 		})
-		f := NewFeed(FeedConfig{
-			Self: "i1", Store: book, Log: newStreamNet(t).log,
+		f := NewRankLinks(RankLinksConfig{
+			Self: "i1", Hub: msg.NewHub(), Store: book, Log: newStreamNet(t).log,
 			Open: func(context.Context, state.Node) (StreamClient, error) {
 				tries++
 				return nil, errors.New("no route to host")
@@ -310,10 +315,10 @@ func runScript(t *testing.T, script []scriptEvent, found *findings) {
 	}
 	for _, e := range script {
 		last++
-		if w := workers[e.Worker]; e.What < 6 || len(w.hub.ranks) == 0 {
+		if w := workers[e.Worker]; e.What < 6 || len(w.ranks) == 0 {
 			c.apply(e, w, nodes[e.Ingress])
 		} else {
-			w.hub.ranks[e.Rank%len(w.hub.ranks)].apply(e, last)
+			w.applyToRank(e, w.ranks[e.Rank%len(w.ranks)], last)
 		}
 	}
 	for _, w := range workers {
@@ -321,10 +326,9 @@ func runScript(t *testing.T, script []scriptEvent, found *findings) {
 	}
 	time.Sleep(8 * time.Second)
 	for _, n := range nodes {
-		assert.Len(found, n.ids(), len(workers[0].hub.ranks)+len(workers[1].hub.ranks))
-		assert.Zero(found, n.mismatches)
+		assert.Len(found, n.ids(), len(workers[0].ranks)+len(workers[1].ranks))
 		for _, w := range workers {
-			for _, r := range w.hub.ranks {
+			for _, r := range w.ranks {
 				n.assertEqual(found, r)
 			}
 		}
@@ -343,9 +347,7 @@ func (c *streamNet) apply(e scriptEvent, w *workerNode, n *ingressNode) {
 	case 1:
 		c.reset(w.id)
 	case 2:
-		old := n.cancel
-		n.cancel = n.feed.Subscribe(n.reader)
-		old()
+		n.hub.List(n.reader)
 	case 3:
 		w.kill()
 		w.listen()
@@ -354,8 +356,8 @@ func (c *streamNet) apply(e scriptEvent, w *workerNode, n *ingressNode) {
 	}
 }
 
-// apply applies an event to a rank.
-func (r *fakeRank) apply(e scriptEvent, number uint64) {
+// applyToRank applies an event to a rank.
+func (w *workerNode) applyToRank(e scriptEvent, r *fakeRank, number uint64) {
 	switch e.What {
 	case 6:
 		r.burst(3000)
@@ -371,11 +373,11 @@ func (r *fakeRank) apply(e scriptEvent, number uint64) {
 			r.publish()
 		})
 	case 9:
-		r.stop()
+		w.stopRank(r)
 		if e.On {
 			id := r.id
 			id.epoch, id.incarnation = id.epoch+1, number
-			r.hub.start(r.node, id)
+			w.start(id)
 		}
 	case 10:
 		r.do(func() {
