@@ -240,7 +240,7 @@ func (c *Client) exchange(ctx context.Context, method string, req, rest []byte, 
 	}
 	resp := x.answer(h, method, whole)
 	if c.spare > 0 && c.pool.empty() {
-		c.dialSpare()
+		c.dialSpare() //nolint:contextcheck // it outlives the request
 	}
 	return resp, nil
 }

@@ -107,7 +107,7 @@ func onLAN(t *testing.T, test func(t *testing.T, l *lan)) {
 		l := &lan{t: t, ports: map[string]*port{}}
 		defer func() {
 			for _, g := range l.all {
-				assert.NoError(t, g.Kill())
+				require.NoError(t, g.Kill())
 			}
 			time.Sleep(5 * time.Second) // memberlist's last probes end by time-outs, not by Shutdown
 		}()
@@ -373,7 +373,7 @@ func TestTheKeyChanges(t *testing.T) {
 			}
 			within(t, 13*time.Second, "a b c", a, b, c)
 		}
-		assert.Error(t, a.SetKey([]byte("short")))
+		require.Error(t, a.SetKey([]byte("short")))
 		unread.Store(0)
 		time.Sleep(time.Minute)
 		assert.Zero(t, unread.Load())

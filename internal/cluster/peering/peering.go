@@ -80,7 +80,7 @@ type Peering struct {
 	founding bool            // it founds the cluster in this process
 	secrets  state.Secrets   // of a founding node
 	removed  chan struct{}   // closed when the cluster has removed this node
-	refused  context.Context // ended by the refusal of a control node, which holds this node as removed
+	refused  context.Context //nolint:containedctx // ended by a control node that refuses this one
 	refuse   context.CancelCauseFunc
 	keys     chan []byte // gossip keys that KeepGossipKey takes; one place
 	loops    sync.WaitGroup
