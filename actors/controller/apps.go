@@ -241,7 +241,7 @@ func (c *Core) propose(u *unit, w pendingCommand) {
 		c.emit(ProposeEffect{App: u.app, Unit: u.id, Command: state.Command{UnitFailed: ref}})
 	default:
 		c.emit(ReleaseEffect{u.app, msg.ReleaseRank{
-			Unit: u.id, Rank: -1, Epoch: u.m.Epoch, Reason: u.m.Reason,
+			Unit: u.id, Epoch: u.m.Epoch, Reason: u.m.Reason,
 		}})
 	}
 }

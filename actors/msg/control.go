@@ -158,10 +158,9 @@ func ReplicaID(app string, group, position int) string {
 	return app + "." + strconv.Itoa(group) + "." + strconv.Itoa(position)
 }
 
-// ReleaseRank is release_rank(rank), proposed after a unit's RankGone.
+// ReleaseRank is release_rank(rank) of a unit's ranks, proposed after they are gone.
 type ReleaseRank struct {
 	Unit   string
-	Rank   int // -1: all ranks of the unit
 	Epoch  uint64
 	Reason string
 }

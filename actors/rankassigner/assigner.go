@@ -178,7 +178,7 @@ func (a *Assigner) AssignGroup(m *msg.AssignGroup, answer func(msg.GroupAssigned
 }
 
 // Release releases a unit's ranks, slots, devices and ports after its processes are gone: release_rank(rank).
-// A unit of several ranks is released whole (Rank -1). It answers as AssignGroup does.
+// It answers as AssignGroup does.
 func (a *Assigner) Release(m msg.ReleaseRank, answer func(error)) {
 	a.box.Send(&releaseRequest{m, answer})
 }
@@ -225,11 +225,8 @@ func (a receiver) assignGroup(m *groupRequest) {
 
 func (a receiver) release(m *releaseRequest) {
 	a.run(func(ctx context.Context) {
-		err := checkWholeUnit(a.cfg.Store.State(), &m.ReleaseRank)
-		if err == nil {
-			ref := &state.UnitRef{Unit: m.Unit, Epoch: m.Epoch, Reason: m.Reason}
-			_, err = a.cfg.Proposer.Propose(ctx, state.Command{Release: ref})
-		}
+		ref := &state.UnitRef{Unit: m.Unit, Epoch: m.Epoch, Reason: m.Reason}
+		_, err := a.cfg.Proposer.Propose(ctx, state.Command{Release: ref})
 		m.answer(err)
 	})
 }
@@ -287,7 +284,6 @@ var (
 	ErrBadReplica = errors.New("malformed replica id")
 	ErrRendezvous = errors.New("rendezvous timed out")
 	ErrSuperseded = errors.New("superseded by a later call of the same rank")
-	ErrPartial    = errors.New("a unit is released whole")
 )
 
 // ErrStopped says that the assigner was closed: its node no longer leads, and callers should ask the next
@@ -356,15 +352,4 @@ func unitOfRank(s *state.State, pool string, group, rank int) *state.Unit {
 		}
 	}
 	return nil
-}
-
-// checkWholeUnit refuses to release a part of a unit. The state itself refuses unknown units and epochs.
-func checkWholeUnit(s *state.State, m *msg.ReleaseRank) error {
-	u := s.Units[m.Unit]
-	if m.Rank < 0 || u == nil || (len(u.Ranks) == 1 && u.HasRank(m.Rank)) {
-		return nil
-	}
-	return problem.New(problem.InvalidArgument, "release rank %d of %s: %w: it has %d ranks", m.Rank,
-		m.Unit, ErrPartial, len(u.Ranks)).
-		WithHint("release rank -1, all ranks of the unit")
 }

@@ -389,7 +389,7 @@ func TestWaitersOfASupersededOrReleasedGrantAreLetGo(t *testing.T) {
 		require.ErrorIs(t, (<-old).Err, state.ErrStaleEpoch)
 		require.ErrorIs(t, (<-r.await("moe/0", 1, 1)).Err, state.ErrStaleEpoch)
 		released := r.await("moe/0", 2, 1)
-		require.NoError(t, r.release(msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 2}))
+		require.NoError(t, r.release(msg.ReleaseRank{Unit: "moe/0", Epoch: 2}))
 		require.ErrorIs(t, (<-released).Err, state.ErrStaleEpoch)
 		require.NoError(t, r.Close())
 		assert.Empty(t, r.table.meetings)
@@ -415,12 +415,10 @@ func TestRelease(t *testing.T) {
 		r.deploy("chat", 1, app.Independent)
 		_, err := r.grant("moe", 2, true, 0)
 		require.NoError(t, err)
-		require.ErrorIs(t, r.release(msg.ReleaseRank{Unit: "moe/0", Rank: 1, Epoch: 1}),
-			ErrPartial)
-		require.ErrorIs(t, r.release(msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 7}),
+		require.ErrorIs(t, r.release(msg.ReleaseRank{Unit: "moe/0", Epoch: 7}),
 			state.ErrStaleEpoch)
-		require.NoError(t, r.release(msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 1}))
-		require.ErrorIs(t, r.release(msg.ReleaseRank{Unit: "moe/0", Rank: -1, Epoch: 1}),
+		require.NoError(t, r.release(msg.ReleaseRank{Unit: "moe/0", Epoch: 1}))
+		require.ErrorIs(t, r.release(msg.ReleaseRank{Unit: "moe/0", Epoch: 1}),
 			state.ErrUnknownUnit)
 		assert.Empty(t, r.store.State().Units)
 	})
@@ -439,7 +437,7 @@ func TestCommandsAreBounded(t *testing.T) {
 		errs := make(chan error, 100)
 		for range 100 {
 			wg.Go(func() {
-				errs <- r.release(msg.ReleaseRank{Unit: "chat/0/0", Rank: -1, Epoch: 1})
+				errs <- r.release(msg.ReleaseRank{Unit: "chat/0/0", Epoch: 1})
 			})
 		}
 		synctest.Wait()
