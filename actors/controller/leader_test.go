@@ -133,35 +133,6 @@ func TestNewLeaderFindsNothingWhereANodeIsSilent(t *testing.T) {
 	assert.Equal(t, "RUNNING", c.status("chat"))
 }
 
-// The units wait for the first node, which has none of them.
-func TestDataDirFromBeforeNodesHadRecords(t *testing.T) {
-	c := newFleet(t)
-	spec, err := encodeSpec([]*app.Application{sim("chat", 1, app.Independent)})
-	require.NoError(t, err)
-	h, err := launchHash(sim("chat", 1, app.Independent), &app.Unit{Ranks: []int{0}})
-	require.NoError(t, err)
-	g := &state.GrantGroup{App: "chat", AppRevision: 1, Units: []state.UnitGrant{{
-		Unit: "chat/0/0", Attempt: 1, Launch: h, Ranks: []state.RankGrant{{Node: "a"}},
-		Blocks: []state.Block{{Node: "a", Base: 20000, Size: 16}},
-	}}}
-	for _, cmd := range []state.Command{
-		{PutApps: &state.PutApps{Apps: []state.AppSpec{spec}}},
-		{GrantGroup: g},
-		{UnitReady: &state.UnitRef{Unit: "chat/0/0", Epoch: 1}},
-	} {
-		_, err := c.apply(cmd)
-		require.NoError(t, err)
-	}
-	c.newLeader()
-	c.pass(time.Minute)
-	assert.Equal(t, uint64(1), c.state.Epochs["chat/0/0"])
-	c.join(newHost("a", 2))
-	c.renew("a")
-	assert.Equal(t, uint64(2), c.state.Epochs["chat/0/0"])
-	assert.Equal(t, "RUNNING", c.status("chat"))
-	assert.Equal(t, 1, c.state.Units["chat/0/0"].Restarts)
-}
-
 func TestDeletingAppOverALeaderChange(t *testing.T) {
 	c := newFleet(t, newHost("a", 2))
 	c.deploy(sim("chat", 2, app.Independent))

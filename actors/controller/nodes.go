@@ -210,8 +210,6 @@ func (c *Core) nodeCommandDone(now time.Time, in CommandDone) {
 func (c *Core) nodeGoneReason(id string) string {
 	n := c.state.Nodes[id]
 	switch {
-	case len(c.state.Nodes) == 0:
-		return "" // the state is from a version without node records; they will follow
 	case n == nil:
 		return "node " + id + " was removed"
 	case n.Lost:

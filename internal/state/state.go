@@ -122,7 +122,7 @@ type Unit struct {
 	Blocks  []Block     `json:"blocks,omitempty"`
 	Reason  string      `json:"reason,omitempty"`
 	LogTail []string    `json:"log_tail,omitempty"` // failed: 20 lines of the engine's log
-	Since   int64       `json:"since,omitempty"`    // unix ms, leader's clock: begin of Phase; 0 = unknown
+	Since   int64       `json:"since,omitempty"`    // unix ms, leader's clock: begin of Phase
 }
 
 // Holds reports whether the unit holds its ranks, slots, devices and ports. A failed unit holds nothing,
