@@ -57,7 +57,8 @@ acceptance: ## rows of test/acceptance.md in real time, with real processes
 # A mutant is a rule of the product that is broken on purpose: test/mutants.
 .PHONY: nightly
 nightly: acceptance ## for a night: 1,000 random walks over whole nodes, mutants of the product, and the rows in real time
-	go test -count=1 -timeout 3h ./test/inprocess -run 'TestRandomWalk' -walk.seeds 1000 -nodes.seeds 1000
+	DPSERVE_PAIR_SEEDS=10 go test -count=1 -timeout 3h ./test/inprocess -walk.seeds 1000 -nodes.seeds 1000 \
+		-run 'TestRandomWalk|TestPairsUnderRandomFaults'
 	DPSERVE_SEEDS=1000 go test -count=1 ./actors/controller -run TestRG3OldIncarnationReturns
 	DPSERVE_MUTANTS=1 go test -count=1 -v -timeout 3h ./test/mutants
 

@@ -142,7 +142,7 @@ func TestLivePairEqualsExplain(t *testing.T) {
 					p.Routing.Policy, d.Routing.Policy, p.Routing.BusyThreshold = policy, other, &busy
 				}})
 				open := map[*replica][]uint64{}
-				for range 150 {
+				for range 50 {
 					for range 4 {
 						g.happen(r, open)
 					}

@@ -2,4 +2,4 @@
 
 package inprocess
 
-const defaultSeeds = 50 // .ci/run plays 200
+const defaultSeeds = 20 // .ci/run plays 100, make nightly 1,000

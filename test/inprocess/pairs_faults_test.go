@@ -27,7 +27,7 @@ import (
 
 // Sizes of a run. Ten seeds are 10,000 requests.
 const (
-	faultSeeds    = defaultSeeds / 12
+	faultSeeds    = 2
 	seedsVariable = "DPSERVE_PAIR_SEEDS" // the variable that says how many seeds instead
 	faultRequests = 1000
 	faultGap      = 120 * time.Millisecond // mean time between requests

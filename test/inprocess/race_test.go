@@ -3,4 +3,4 @@
 package inprocess
 
 // defaultSeeds is smaller here: the race detector makes a walk ten times as long.
-const defaultSeeds = 24
+const defaultSeeds = 12
