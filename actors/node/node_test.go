@@ -283,12 +283,14 @@ func group(pid int) []int {
 	return out
 }
 
+// portFree reports whether nothing listens on a port. It does not bind it: another program of the machine may
+// just use it for a connection of its own.
 func portFree(t testing.TB, port int) bool {
-	ln, err := net.Listen("tcp", "127.0.0.1:"+strconv.Itoa(port))
+	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", "127.0.0.1:"+strconv.Itoa(port))
 	if err == nil {
-		require.NoError(t, ln.Close())
+		require.NoError(t, conn.Close())
 	}
-	return err == nil
+	return err != nil
 }
 
 // inShims lets the engines outlive the node.
