@@ -49,11 +49,6 @@ type MembersOption func(*Members)
 // MemberSlots is how many ranks fit on each node.
 func MemberSlots(n int) MembersOption { return func(c *Members) { c.slots = n } }
 
-// MemberTimer overrides one timer of --timers.
-func MemberTimer(name string, d time.Duration) MembersOption {
-	return func(c *Members) { c.timers[name] = d }
-}
-
 // Pace is the factor by which restarts in a test cluster are faster than real ones. Leases and the ranks'
 // streams are as fast as a shared machine allows without taking a node for lost or silent that only waits for
 // the processor. The waits of raft and of the gossip are short already.
@@ -81,16 +76,6 @@ func Calm(c *Members) {
 	LongLeases(c)
 	delete(c.timers, "stream_suspect")
 	delete(c.timers, "stream_out")
-}
-
-// RealTimers leaves every timer of the nodes as it is for users.
-func RealTimers(c *Members) {
-	c.timers = map[string]time.Duration{"lease_ttl": RealLease} // --timers needs one
-}
-
-// RealLeases leaves the timers of leases as they are for users: a lease outlasts an election.
-func RealLeases(c *Members) {
-	c.timers["lease_ttl"], c.timers["lease_regrant"] = RealLease, RealRegrant
 }
 
 func memberTimers() map[string]time.Duration {

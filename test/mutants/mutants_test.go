@@ -41,12 +41,12 @@ func mutants() []mutant {
 			"case over && l.cut(now, causeSuperseded), ", "case ", []string{"./actors/node"},
 		},
 		{
-			"the same, seen from outside", "actors/node/core.go",
-			"case over && l.cut(now, causeSuperseded), ", "case ", walk("40"),
-		},
-		{
 			"with on_lease_loss fence all units end with the lease", "actors/node/lease.go",
 			"return l.fence && !now.Before(l.stop())", "return false", []string{"./actors/node"},
+		},
+		{
+			"the same, seen from outside", "actors/node/lease.go",
+			"return l.fence && !now.Before(l.stop())", "return false", walk("20"),
 		},
 		{
 			"a process that was frozen asks the leader before it admits", "actors/node/lease.go",
