@@ -62,9 +62,9 @@ func mutants() []mutant {
 			"if l.found != foundOpen {", []string{"./actors/node"},
 		},
 		{
-			"ranks are granted again only after their leases", "actors/controller/controller.go",
-			"t.Regrant = t.LeaseTTL + state.LeaseGrace", "t.Regrant = t.LeaseTTL / 2",
-			[]string{"./test/inprocess", "-run", "TestSilentNodeLosesItsRanks|TestCutOffLeader"},
+			"ranks are granted again only after their leases", "actors/controller/core.go",
+			"state.NewLeases(t.LeaseTTL, t.Regrant-t.LeaseTTL)", "state.NewLeases(t.LeaseTTL/2, 0)",
+			[]string{"./actors/controller"},
 		},
 		{
 			"a node is lost only after a majority has confirmed the leader", "actors/controller/executor.go",
