@@ -87,7 +87,7 @@ func (b *activeBlocks) widen() {
 func (b *activeBlocks) align(v *View) {
 	b.rows = b.rows[:0]
 	for i := range v.Ranks {
-		b.rows = append(b.rows, int32(b.slot(v.Ranks[i].ID))) //nolint:gosec // far below 2^31 ranks
+		b.rows = append(b.rows, int32(b.slot(v.Ranks[i].ID)))
 	}
 }
 
@@ -107,7 +107,7 @@ func (b *activeBlocks) removeRank(id RankID) {
 
 // mix folds a slot into a key. Hashes are random, so two pairs collide as rarely as two hashes.
 func mix(key uint64, slot int) uint64 {
-	return key ^ bits.RotateLeft64(uint64(slot+1)*fibonacci, 29) //nolint:gosec // a slot is not negative
+	return key ^ bits.RotateLeft64(uint64(slot+1)*fibonacci, 29)
 }
 
 // open notes that request key is active on rank id. blocks is all of its prompt, hashes the chain of its full
@@ -141,7 +141,7 @@ func (b *activeBlocks) newOpen() uint32 {
 		return i
 	}
 	b.opens = append(b.opens, activeOpen{})
-	return uint32(len(b.opens)) //nolint:gosec // bounded by open requests
+	return uint32(len(b.opens))
 }
 
 // close notes that request key is no longer active on rank id.
@@ -196,7 +196,7 @@ func (b *activeBlocks) newSet() uint32 {
 	for range b.words {
 		b.sets = append(b.sets, 0)
 	}
-	return uint32(len(b.sets) / b.words) //nolint:gosec // bounded by open requests × maxTrackedBlocks
+	return uint32(len(b.sets) / b.words)
 }
 
 // set is the holder set of an entry of holders.
@@ -294,7 +294,7 @@ func (b *activeBlocks) write(x, y uint32, depth int, out []int32) {
 			w &^= b.set(y)[i]
 		}
 		for ; w != 0; w &= w - 1 {
-			out[i*wordBits+bits.TrailingZeros64(w)] = int32(depth) //nolint:gosec // at most maxTrackedBlocks
+			out[i*wordBits+bits.TrailingZeros64(w)] = int32(depth)
 		}
 	}
 }

@@ -169,7 +169,7 @@ const halfWord = 1<<32 - 1
 
 // below maps 32 random bits to [0, n); the bias is below n/2^32, 2e-8 at 64 ranks.
 func below(bits uint64, n int) int {
-	return int(bits * uint64(n) >> 32) //nolint:gosec // n is a length, the result is below it
+	return int(bits * uint64(n) >> 32)
 }
 
 // openTier is the tier that a load policy chooses from: open ranks, else silent ones. ok is false if both are

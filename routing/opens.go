@@ -88,7 +88,7 @@ const (
 )
 
 func (t *opens) home(key uint64) int {
-	return int(key * fibonacci >> t.shift) //nolint:gosec // shift leaves log2(len(cells)) bits
+	return int(key * fibonacci >> t.shift)
 }
 
 // get finds an entry, nil if there is none. The pointer is valid until the next add or remove.

@@ -112,7 +112,7 @@ func (s *sessions) put(key uint64, rank RankID, now time.Duration) {
 		s.unlink(i)
 	case len(s.list) < maxSessions:
 		s.list = append(s.list, sessionEntry{})
-		i = uint32(len(s.list)) //nolint:gosec // at most maxSessions
+		i = uint32(len(s.list))
 		s.at.set(key, i)
 	default:
 		i = s.oldest

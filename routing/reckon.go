@@ -74,7 +74,7 @@ func (p *prefills) join(tokens, hit int32, now time.Duration) (slot int32) {
 		p.spare = p.at(slot).next
 	} else {
 		p.slots = append(p.slots, queuedPrompt{})
-		slot = int32(len(p.slots)) //nolint:gosec // open requests of a rank
+		slot = int32(len(p.slots))
 	}
 	*p.at(slot) = queuedPrompt{since: now, tokens: tokens, hit: hit, prev: p.last}
 	if p.last == 0 {

@@ -76,7 +76,7 @@ func (r *Router) choose(q *Request, d *Decision) {
 	r.view.Now = max(r.view.Now, q.Now)
 	r.reckon(r.view.Now)
 	r.decide(q, &r.view, r.rand, d)
-	r.spoiled += uint64(d.Disqualified) //nolint:gosec // a count is not negative
+	r.spoiled += uint64(d.Disqualified)
 }
 
 // dispatch counts q on a rank that has hit tokens of it.

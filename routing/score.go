@@ -162,7 +162,7 @@ func (u rule) best(q *Request, v *View, s State, r *rand.Rand, d *Decision) int 
 	}
 	c, from := &d.scratch, 0
 	if u.tie == tieRotate {
-		from, _ = slices.BinarySearch(c.candidates, int32(start(s, len(v.Ranks)))) //nolint:gosec // a row
+		from, _ = slices.BinarySearch(c.candidates, int32(start(s, len(v.Ranks))))
 	}
 	best, least, leastSecond, equals := -1, 0.0, int64(0), 0
 	for n := range c.candidates {
@@ -254,7 +254,7 @@ func (s *rotation) rotated() uint32 { return s.start }
 
 func start(s State, n int) int {
 	if st, ok := s.(interface{ rotated() uint32 }); ok {
-		return int(st.rotated() % uint32(n)) //nolint:gosec // n is a number of ranks, far below 2^32
+		return int(st.rotated() % uint32(n))
 	}
 	return 0
 }

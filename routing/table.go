@@ -17,7 +17,7 @@ type tableCell struct {
 }
 
 func (t *table) home(key uint64) int {
-	return int(key * fibonacci >> t.shift) //nolint:gosec // shift leaves log2(len(cells)) bits
+	return int(key * fibonacci >> t.shift)
 }
 
 // get is the value of key, 0 if it is not there.

@@ -199,7 +199,7 @@ func kidKey(node uint32, first byte) uint64 { return uint64(node)<<8 | uint64(fi
 func ownKey(node, slot uint32) uint64 { return uint64(node)<<32 | uint64(slot) }
 
 func (t *textTree) newNode(text []byte, parent uint32) uint32 {
-	n := uint32(len(t.nodes)) //nolint:gosec // at most maxTreeChars nodes
+	n := uint32(len(t.nodes))
 	if k := len(t.freeNodes); k > 0 {
 		n = t.freeNodes[k-1]
 		t.freeNodes = t.freeNodes[:k-1]
@@ -246,7 +246,7 @@ func (t *textTree) touch(node, slot uint32) {
 }
 
 func (t *textTree) newMark(node, slot uint32) uint32 {
-	m := uint32(len(t.marks)) //nolint:gosec // nodes × ranks that were sent them
+	m := uint32(len(t.marks))
 	if k := len(t.freeMarks); k > 0 {
 		m = t.freeMarks[k-1]
 		t.freeMarks = t.freeMarks[:k-1]

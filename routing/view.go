@@ -19,7 +19,7 @@ type RankID uint32
 
 // ID packs group and rank.
 func ID(group, rank int) RankID {
-	return RankID(uint32(group)<<16 | uint32(rank)&0xffff) //nolint:gosec // both are at most 65535
+	return RankID(uint32(group)<<16 | uint32(rank)&0xffff)
 }
 
 // Group is the group number.

@@ -230,7 +230,7 @@ func handleOf(group int, h kvevents.Hash) kvindex.Handle {
 	}
 	v := binary.BigEndian.Uint64(h.Data[:])
 	if h.Kind == kvevents.HashInt {
-		return kvindex.IntHandle(group, int64(v)) //nolint:gosec // the bit pattern is the name
+		return kvindex.IntHandle(group, int64(v))
 	}
 	return kvindex.UintHandle(group, v)
 }

@@ -45,7 +45,7 @@ func isGood(m *msg.Done) bool { return m.Outcome == msg.OK && m.Cause != msg.Cau
 
 // trip judges a rank by its answers. Tripped is a flag and not a phase: the rank runs and admits. The stream
 // says that it is tripped until a canary succeeds, and the Routers leave it out unless too many ranks of the
-// application are tripped (routing/DESIGN.md, Tripped ranks).
+// application are tripped (routing/DESIGN.md, Ejected ranks).
 type trip struct {
 	r            *replica
 	answers      answers

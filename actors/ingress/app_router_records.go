@@ -31,7 +31,7 @@ func (ar *appRouter) setBlockSize(r *rank, tokens int, proven bool) {
 	}
 	r.blockSize, r.sizeFromEvents = tokens, proven
 	best, known := ar.commonBlockSize()
-	ar.blockTokens.Store(int32(best)) //nolint:gosec // tokens of a block
+	ar.blockTokens.Store(int32(best))
 	if best != tokens && (r.sizeFromEvents || !known) {
 		ar.in.log.Warn("a rank's KV blocks are of another size than the other ranks': its cache is not seen",
 			slog.String("app", ar.name),

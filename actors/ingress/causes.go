@@ -120,7 +120,7 @@ func (r *result) attrs(hash kvindex.Hasher, debug bool) []slog.Attr {
 	default:
 		out = append(out, slog.Int("engine_message_bytes", e.Length),
 			slog.String("engine_message_hash", fmt.Sprintf(
-				"%08x", uint32(hash.Key(e.Message))))) //nolint:gosec // the low half is enough
+				"%08x", uint32(hash.Key(e.Message)))))
 	}
 	if r.err != nil {
 		out = append(out, slog.Any("err", r.err))

@@ -93,7 +93,7 @@ func (s *split) Do(cmd *dispatch.Command) {
 	case dispatch.CmdPairFailed:
 		s.endPair(cmd.Prefill, cmd.Rank)
 	case dispatch.CmdDiscard:
-		if l := s.findLeg(uint32(cmd.Params)); l != nil && l.params != nil { //nolint:gosec // a leg's number
+		if l := s.findLeg(uint32(cmd.Params)); l != nil && l.params != nil {
 			l.params.Discard()
 		}
 	case dispatch.CmdAlarm:

@@ -410,7 +410,7 @@ func (s legRunner) decodeLeg(l *pairLeg, cmd *dispatch.Command) result {
 	case err != nil:
 		res := failedAsk(l.ctx, err)
 		if res.cause == dispatch.ConnRefused { // no engine has seen the parameters
-			//nolint:gosec // it is a leg's number
+
 			if p := s.findLeg(uint32(cmd.Params)); p != nil && p.params != nil {
 				p.params.PutBack()
 			}
@@ -431,7 +431,7 @@ func (s legRunner) takeParams(cmd *dispatch.Command) ([]byte, error) {
 	if cmd.Params == 0 {
 		return nil, nil
 	}
-	p := s.findLeg(uint32(cmd.Params)) //nolint:gosec // it is a leg's number
+	p := s.findLeg(uint32(cmd.Params))
 	if p == nil || p.params == nil {
 		return nil, transfer.ErrDead
 	}

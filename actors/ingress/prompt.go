@@ -265,9 +265,9 @@ func (p *prompt) hitOf(rows []kvindex.Hit) routing.Hit {
 	disk := max(0, p.hitTokens(tiers[kvindex.Disk])-device-host)
 	return routing.Hit{
 		Rank:   routing.RankID(rows[0].Rank),
-		Tokens: int32(device), //nolint:gosec // tokens of a body of at most MaxBody bytes
-		Host:   int32(host),   //nolint:gosec // likewise
-		Disk:   int32(disk),   //nolint:gosec // likewise
+		Tokens: int32(device),
+		Host:   int32(host),
+		Disk:   int32(disk),
 	}
 }
 

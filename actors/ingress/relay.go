@@ -510,7 +510,7 @@ func (r relay) countOutput(n int, now time.Time) {
 		r.attempt.firstToken = now
 		heldRequest(r).noteFirstToken()
 	}
-	r.in.tokens.Add(uint64(n)) //nolint:gosec // a count
+	r.in.tokens.Add(uint64(n))
 	r.countedTokens += n
 }
 

@@ -1,6 +1,17 @@
 // Package pdproxy has the actor of an application with two pools: a prefill rank computes a prompt, and a
 // decode rank takes the KV blocks over and answers. A Flight is one such request on its way; package dispatch
 // decides what happens to it.
+//
+// What happens to a request is decided by its dispatch.Plan. A Flight is a Plan behind a mutex: the handler
+// of the request picks, reserves and sends in order (Next), any goroutine tells it events (Tell), and cancels
+// and releases happen at once on the teller. Whoever holds a lock that these take tells by Later. No request
+// costs a hop to the actor.
+//
+// The Proxy is the actor of one application on one ingress. A pair takes requests only after a prompt of one
+// block went through it since either side's start; eight such prompts at once, one per decode rank; a pair
+// that fails is tried again after 1, 2, 4 … 60 s. A prefill rank whose blocks were not read holds their
+// tokens until the end of the lease. An alarm resets the prefix cache of a decode rank, where its engine
+// allows that.
 package pdproxy
 
 import (

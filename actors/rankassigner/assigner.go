@@ -2,6 +2,17 @@
 // whole groups, has them granted and released through consensus, answers assign_rank, and holds the
 // rendezvous of the ranks of a lockstep group. What it answers comes from the replicated state; it keeps
 // nothing that a restart could lose.
+//
+// It keeps no table of ranks: a rank is assigned when the replicated state says so, so a restarted
+// RankAssigner assigns nothing twice. AssignGroup places all units of a request (Place, pure, over the state
+// and the grants under way) and grants them with one command, which a goroutine proposes: Receive never
+// blocks. A grant counts as used from its placing to its answer. Units that start again keep their
+// assignment, unless a node of theirs is not usable, or is avoided while others have capacity. The replica
+// with slot s of a group is its rank s; asking again gives the same answer.
+//
+// The rendezvous of a unit opens when rank 0 publishes its address and answers every Await; after 120 s it
+// fails and names the ranks that did not report; a new grant drops it. Every AssignGroup, Release and Await
+// is answered, also if placing panics.
 package rankassigner
 
 import (

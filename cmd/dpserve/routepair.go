@@ -131,7 +131,7 @@ func describePD(pd *client.PDStatus) string {
 	}
 	if pd.TransferMs > 0 {
 		parts = append(parts, fmt.Sprintf("transfers %s, %s", formatMillis(pd.TransferMs),
-			formatMebibytes(int(pd.TransferBytes)))) //nolint:gosec // far below 2^63 bytes
+			formatMebibytes(int(pd.TransferBytes))))
 	}
 	return strings.Join(parts, "; ")
 }

@@ -148,7 +148,7 @@ func describeCostModel(m *client.CostModel) string {
 	if m.PrefillSamples == 0 {
 		return s + ", last sample " + last + " ago"
 	}
-	prompts := formatCount(int(m.PrefillSamples), "prompt") //nolint:gosec // a count of prompts fits an int
+	prompts := formatCount(int(m.PrefillSamples), "prompt")
 	return s + fmt.Sprintf(" on %s, error %.0f %%, last sample %s ago", prompts, 100*m.Error, last)
 }
 

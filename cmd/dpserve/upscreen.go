@@ -60,7 +60,7 @@ func (l upLoad) summary(apps []client.AppStatus, width int) string {
 	ready, desired := countReady(apps)
 	parts := []string{
 		strings.Join(namesOf(apps), ", "), fmt.Sprintf("%d/%d ready", ready, desired),
-		formatCount(int(l.requests), "request"), //nolint:gosec // a count of requests fits an int
+		formatCount(int(l.requests), "request"),
 		fmt.Sprintf("%d in flight", l.inFlight), fmt.Sprintf("%.0f tokens/s", l.tokensPerS), "(Ctrl-C stops)",
 	}
 	if len(apps) > maxNamedApps {

@@ -1,6 +1,13 @@
 // Package devices finds the GPUs of this machine with nvidia-smi or rocm-smi: what is there, which of them
 // are close to each other, and how much memory is in use by whom. A Keeper holds the answer for a node. The
 // programs may be missing, hang or print anything: then there is a warning, never a failure.
+//
+// An error, a hang or nonsense of these programs never fails the node: it is a text in Trouble, and the last
+// good reading stays. Only a good reading without a device says that it is gone. One program runs at a time;
+// one that hangs in the driver keeps its slot, and later calls end at their own bound. Check (before a start)
+// notes the memory in use, Held (after an end) compares with that note, because drivers and other programs
+// hold some. Sets of close devices are cliques of direct links: in a mesh not every GPU has a link to every
+// other one.
 package devices
 
 import (

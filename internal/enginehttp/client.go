@@ -269,7 +269,7 @@ func (c *Client) giveBack(cn *conn) {
 // a request may answer and close before it has read it all.
 func (c *conn) roundTrip(req, rest []byte, g Guard) (h *head, whole bool, err error) {
 	c.wrote, c.before = time.Now(), c.sent
-	c.sent += uint64(len(req)+len(rest)) + uint64(g.RestSize) //nolint:gosec // a size is not negative
+	c.sent += uint64(len(req)+len(rest)) + uint64(g.RestSize)
 	var unwritten error
 	if len(rest) == 0 && g.Rest == nil && c.probe != nil {
 		// it fits into the kernel's buffers, so the write does not wait

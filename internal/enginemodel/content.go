@@ -193,7 +193,7 @@ func (c *TokenContent) nextDigest() uint64 {
 func (c *TokenContent) appendBlockCBOR(b []byte, parent [DigestSize]byte, i int, salt string) []byte {
 	b = appendCBORHead(b, cborArray, 3)
 	b = append(appendCBORHead(b, cborBytes, DigestSize), parent[:]...)
-	b = appendCBORHead(b, cborArray, uint64(c.blockSize)) //nolint:gosec // at least 1
+	b = appendCBORHead(b, cborArray, uint64(c.blockSize))
 	for t := i * c.blockSize; t < (i+1)*c.blockSize; t++ {
 		b = appendCBORHead(b, cborUint, uint64(c.token(t)))
 	}

@@ -2,6 +2,19 @@
 // with chunked prefill, a FCFS queue, preemption, a block cache with prefix reuse, lockstep waves and failure
 // states. It is pure: time is an argument, nothing blocks. engine/sim drives it by wall time, tests by fake
 // time, a simulator by its event queue.
+//
+// A step takes the running requests in the order of their admission, then waiting ones, while MaxSeqs, blocks
+// and MaxBatchedTokens allow; prefills are chunked. The first token comes at the end of the step that
+// completes the prompt. When no block is left, the youngest running request loses its blocks and computes
+// everything again. A full block enters the prefix cache when it is scheduled and survives its request; a hit
+// is whole blocks, at most all but the last token. EffectBlocks tells what a step changed in the cache:
+// whoever counts the events holds what the pool holds.
+//
+// In a lockstep group the Core of every rank and the Group of rank 0 exchange wave, begin, report, end and
+// lost; a step lasts as long as its slowest rank and what all ranks do together. Blocks that another engine
+// reads remember what was written last: a read after the end of its lease gives a wrong text, as with real
+// engines. Property tests: every request ends exactly once with its number of tokens; used blocks, running
+// requests and step tokens keep their bounds; a step allocates nothing but growing block lists.
 package enginemodel
 
 import (

@@ -60,13 +60,13 @@ func (m *memory) write(r *Request, tokens int) {
 	for ; r.kv.written < tokens/m.blockSize; r.kv.written++ {
 		b := &m.blocks[r.blocks[r.kv.written]]
 		b.Sum = r.kv.sum(r.kv.written, m.blockSize)
-		b.Tokens = uint32(m.blockSize) //nolint:gosec // at least 1
+		b.Tokens = uint32(m.blockSize)
 	}
 	if rest := r.Prompt % m.blockSize; rest > 0 && tokens >= r.Prompt && !r.kv.promptWritten {
 		r.kv.promptWritten = true
 		b := &m.blocks[r.blocks[r.Prompt/m.blockSize]]
 		b.PromptSum = r.kv.sum(r.Prompt/m.blockSize, rest)
-		b.PromptTokens = uint32(rest) //nolint:gosec // at least 1
+		b.PromptTokens = uint32(rest)
 	}
 }
 
@@ -87,7 +87,7 @@ func (m *memory) inspect(r *Request) {
 	for i, block := range r.blocks {
 		n := min(m.blockSize, r.total()-i*m.blockSize)
 		b := &m.blocks[block]
-		if n < 1 || b.holds(uint32(n), r.kv.content.KVSum(i, n)) { //nolint:gosec // at least 1
+		if n < 1 || b.holds(uint32(n), r.kv.content.KVSum(i, n)) {
 			continue
 		}
 		r.kv.wrong = max(1, mix(r.kv.wrong^b.Sum^mix(b.PromptSum+uint64(i))))

@@ -153,12 +153,12 @@ func (c *Core) countStart(r *Request) {
 	if r.kv.load == loadReady {
 		local, r.cached = r.kv.local, r.Prompt
 	}
-	c.stats.PromptTokens += uint64(r.Prompt)         //nolint:gosec // counts are not negative
-	c.stats.PromptCached += uint64(local)            //nolint:gosec // counts are not negative
-	c.stats.PromptLoaded += uint64(r.cached - local) //nolint:gosec // counts are not negative
+	c.stats.PromptTokens += uint64(r.Prompt)
+	c.stats.PromptCached += uint64(local)
+	c.stats.PromptLoaded += uint64(r.cached - local)
 	if c.caching(r) {
-		c.stats.CacheQueries += uint64(r.Prompt) //nolint:gosec // counts are not negative
-		c.stats.CacheHits += uint64(local)       //nolint:gosec // counts are not negative
+		c.stats.CacheQueries += uint64(r.Prompt)
+		c.stats.CacheHits += uint64(local)
 	}
 }
 

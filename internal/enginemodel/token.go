@@ -58,7 +58,7 @@ func AppendText(dst []byte, id uint32) []byte {
 		return dst
 	}
 	for ; id != 0; id >>= 8 {
-		dst = append(dst, byte(id)) //nolint:gosec // the low byte is what is wanted
+		dst = append(dst, byte(id))
 	}
 	return dst
 }
@@ -151,7 +151,7 @@ var vocabulary = [...]string{
 // in every run.
 func TextSeed(seed uint64, prompt []uint32, choice int) uint64 {
 	var scratch [1024]byte
-	h := mix(seed ^ uint64(choice)*0x9E3779B97F4A7C15) //nolint:gosec // choice is never negative
+	h := mix(seed ^ uint64(choice)*0x9E3779B97F4A7C15)
 	for len(prompt) > 0 {
 		n := min(len(prompt), len(scratch)/4)
 		h = xxh3.HashSeed(appendIDs(scratch[:0], prompt[:n]), h)

@@ -1,6 +1,13 @@
 // Package inbox puts a bound and a stop signal around a protoactor actor. The mailbox behind it stays
-// unbounded, because protoactor's bounded one blocks the sender; the bound is a counter in front of it (see
-// DESIGN.md).
+// unbounded, because protoactor's bounded one blocks the sender; the bound is a counter in front of it.
+//
+// TrySend refuses above the bound and posts nothing then; Send always posts, and what it posted counts. Order
+// is kept per sender, over both. Halt is a system message that overtakes the queue; once Stopped is closed no
+// Receive runs and none will. A panic costs exactly the message that caused it.
+//
+// protoactor's own bounded mailbox blocks the sender, and a blocked ingress goroutine holds a client;
+// messages behind a Stop vanish without a dead letter, hence Stopped; its supervision stops an actor for good
+// after ten panics in ten seconds; its dispatcher starts a goroutine per burst.
 package inbox
 
 import (

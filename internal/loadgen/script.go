@@ -61,7 +61,7 @@ type session struct {
 
 // begin returns session number n, from 0, before its first turn.
 func (s *script) begin(n int) *session {
-	r := rand.New(rand.NewPCG(s.seed, sessionStream+uint64(n))) //nolint:gosec // n is never negative
+	r := rand.New(rand.NewPCG(s.seed, sessionStream+uint64(n)))
 	x := &session{s: s, r: r, number: n, system: -1}
 	x.history = []byte(`{"messages":[`)
 	if share := x.r.Float64(); len(s.systems) > 0 {
@@ -181,7 +181,7 @@ func (t texts) append(dst []byte, r *rand.Rand, size int) []byte {
 func randomWords(r *rand.Rand, n int) []byte {
 	out := make([]byte, n)
 	for i := range out {
-		out[i] = byte('a' + r.IntN(26)) //nolint:gosec // below 128
+		out[i] = byte('a' + r.IntN(26))
 		if r.IntN(6) == 0 {
 			out[i] = ' '
 		}

@@ -265,7 +265,7 @@ func (r *fieldReader) number(name string, bits int) uint64 {
 }
 
 // count is a number that fits an int32.
-func (r *fieldReader) count(name string) int { return int(r.number(name, 31)) } //nolint:gosec // 31 bits
+func (r *fieldReader) count(name string) int { return int(r.number(name, 31)) }
 
 func (r *fieldReader) duration(name string) time.Duration {
 	return time.Duration(r.count(name)) * time.Millisecond

@@ -112,7 +112,7 @@ func (q *postQueue) makeRoom(progress bool) bool {
 	}
 	before := len(q.list)
 	q.list = slices.DeleteFunc(q.list, func(p post) bool { return p.progress })
-	q.lost.Add(uint64(before - len(q.list))) //nolint:gosec // it only gets shorter
+	q.lost.Add(uint64(before - len(q.list)))
 	return len(q.list) < maxPosts
 }
 

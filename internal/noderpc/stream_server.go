@@ -362,7 +362,7 @@ func doneOf(d *dpservev1.Done) any {
 	}
 	cause := d.GetCause()
 	return &msg.Done{
-		TicketID: d.GetTicket(), Outcome: msg.Outcome(d.GetOutcome()), //nolint:gosec // checked
+		TicketID: d.GetTicket(), Outcome: msg.Outcome(d.GetOutcome()),
 		Cause:        cause[:min(len(cause), maxString)],
 		PromptTokens: boundedCount(d.GetPromptTokens()), CachedTokens: boundedCount(d.GetCachedTokens()),
 		HasCached:        d.GetHasCached(),

@@ -1,5 +1,12 @@
 // Package server assembles the packages into one running node. Commands and whole-system tests start nodes
 // here and nowhere else.
+//
+// It passes functions of one package to another and decides nothing. New builds: peering, the store (a member
+// of consensus, or a Watcher), the worker, the servers; Listen binds the ports of clients and operators,
+// Serve answers until the end, Close also works on a partly built node. A node without --advertise has no
+// peering and no services. The certificate is renewed from before the store is ready on. At SIGTERM:
+// readiness off, leadership handed over, engines drained, servers closed; the lease is renewed until the
+// engines are gone.
 package server
 
 import (

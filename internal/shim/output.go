@@ -99,7 +99,7 @@ func (r *ring) from(number uint64) batch {
 		b.missed, b.next = first-b.next, first
 	}
 	size := 0
-	for _, l := range r.lines[len(r.lines)-int(r.next-b.next):] { //nolint:gosec // at most ringLines
+	for _, l := range r.lines[len(r.lines)-int(r.next-b.next):] {
 		if size += len(l.Text); size > batchBytes && len(b.lines) > 0 {
 			break
 		}

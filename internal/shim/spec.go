@@ -1,7 +1,22 @@
 // Package shim keeps an engine alive while dpserve restarts. A shim is a small process between the node and
 // one engine: the hidden command `dpserve shim DIR`. It starts the engine, holds its output and its exit
-// status, answers the node over a unix socket, and ends the engine when no node has come back in time. See
-// DESIGN.md.
+// status, answers the node over a unix socket, and ends the engine when no node has come back in time.
+//
+// The shim restarts nothing and decides nothing about ranks. It ends its engine by itself only when nobody is
+// responsible for it: no owner for the orphan timeout, an expired fence, a folder that was removed, SIGTERM.
+// It has its own session, so nothing that ends the node ends it; SIGKILL of the shim ends the engine's front
+// process, and the shim reaps what the engine leaves behind.
+//
+// Everything that an engine started is known by its cgroup; without one by its descent from the shim while
+// the shim lives, and by the session of the front process. Numbers count only with their boot. A folder
+// engines/LAUNCH has spec.json (what the node asks, written before the fork), state.json (by what the launch
+// is known, phase, exit status), the socket, and logs. state.json names the folder by device and inode
+// number: in a copy nothing of the launch is touched.
+//
+// The protocol is one JSON object a line: info, watch (ownership, until the connection closes), signal,
+// extend, logs, release. A shim speaks the version of its spec; a node speaks its own and the one before.
+// Both sides check that the other is the same user. The engine never waits for the shim's disk or for a
+// reader.
 package shim
 
 import (

@@ -144,7 +144,7 @@ func (f Flag) Wanted() string {
 	case f.Switch:
 		return "true or false"
 	case f.isFault:
-		return "MODE, MODE=NUMBER or MODE@SECONDS, with a mode of internal/engine/sim/DESIGN.md"
+		return "MODE, MODE=NUMBER or MODE@SECONDS, with a mode of docs/simulated-engine.md"
 	case f.Words != nil:
 		return strings.Join(f.Words, " | ")
 	case f.number == noNumber:
@@ -212,7 +212,7 @@ func ParseFault(text string) (Fault, error) {
 	seconds := numbers(real)
 	switch _, err := strconv.ParseFloat(f.Argument, 64); {
 	case !known:
-		return f, fmt.Errorf("unknown fault mode %q: the modes are in internal/engine/sim/DESIGN.md", f.Mode)
+		return f, fmt.Errorf("unknown fault mode %q: the modes are in docs/simulated-engine.md", f.Mode)
 	case takes == fileArgument && f.Argument == "":
 		return f, fmt.Errorf("want %s=FILE", f.Mode)
 	case takes == noArgument && f.Argument != "":

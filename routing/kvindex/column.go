@@ -371,12 +371,12 @@ func (c *Column) resolve(h Handle) slot {
 
 // fresh reports whether the record's block is still held.
 func (c *Column) fresh(r *record) bool {
-	return uint32(c.ix.hash(r.slot)) == r.proof && c.has(r.slot) //nolint:gosec // the low half is wanted
+	return uint32(c.ix.hash(r.slot)) == r.proof && c.has(r.slot)
 }
 
 // bind records that h names s; old is the result of find for h. False if there is no room.
 func (c *Column) bind(old *record, h Handle, s slot, hash uint64) bool {
-	r := record{handle: h, slot: s, proof: uint32(hash)} //nolint:gosec // the low half is wanted
+	r := record{handle: h, slot: s, proof: uint32(hash)}
 	if old != nil {
 		*old = r
 		c.side.copies.forget(c.ix, h)

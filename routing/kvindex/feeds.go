@@ -269,7 +269,7 @@ func (c *Column) setAside(h Hasher, ev *StoredEvent) (at int, up slot) {
 			c.removeAll(ev.Blocks[:i])
 			return 0, none
 		case full:
-			c.ix.counters.AsideDropped += uint64(len(ev.Blocks) - i) //nolint:gosec // not negative
+			c.ix.counters.AsideDropped += uint64(len(ev.Blocks) - i)
 			return 0, none
 		case kept:
 		}

@@ -52,7 +52,7 @@ func (t *handleTable) segment(h Handle) *handleSegment {
 }
 
 func handleHome(h Handle, n int) int {
-	return int(uint64(h) & 0xffffffff * uint64(n) >> 32) //nolint:gosec // below n
+	return int(uint64(h) & 0xffffffff * uint64(n) >> 32)
 }
 
 // find is h's record, or nil. It stays valid until the next insert or remove.
@@ -168,14 +168,14 @@ func IntHandle(group int, v int64) Handle {
 	if v >= 0 {
 		return UintHandle(group, uint64(v))
 	}
-	return Handle(scramble(uint64(v) ^ tag(tagInt, group))) //nolint:gosec // the bits are wanted
+	return Handle(scramble(uint64(v) ^ tag(tagInt, group)))
 }
 
 // BytesHandle is the handle of a digest.
 func BytesHandle(group int, b []byte) Handle { return Handle(xxh3.HashSeed(b, tag(tagBytes, group))) }
 
 func tag(kind uint64, group int) uint64 {
-	return scramble(kind + uint64(group)) //nolint:gosec // the bits are wanted
+	return scramble(kind + uint64(group))
 }
 
 // scramble is a bijection that spreads its input over all bits (the finalizer of MurmurHash3).

@@ -66,7 +66,7 @@ func NewHasher(secret []byte) Hasher {
 
 // Root is the hash in front of block 0.
 func (h Hasher) Root(s Salt) uint64 {
-	//nolint:gosec // the caller has checked it against MaxBlockSize
+
 	x := h.fold(h.seed, uint64(s.Unit)<<32|uint64(uint32(s.BlockSize)))
 	for _, part := range [...]string{s.Model, s.Adapter, s.CacheSalt} {
 		x = h.fold(x, xxh3.HashStringSeed(part, h.seed)+uint64(len(part)))

@@ -122,7 +122,7 @@ func (ix *Index) Advance(now time.Duration) {
 		return
 	}
 	ix.now = now
-	ix.ticks.Store(uint32(now / tick)) //nolint:gosec // wraps after 13 years
+	ix.ticks.Store(uint32(now / tick))
 	for _, c := range ix.columns {
 		if c != nil {
 			c.expire(now)
@@ -435,7 +435,7 @@ func (ix *Index) Sweep(n int) (more bool) {
 	end := ix.end()
 	stop := min(end, w.cursor+max(n, 1))
 	for ; w.cursor < stop; w.cursor++ {
-		ix.wipe(slot(w.cursor)) //nolint:gosec // bounded by New
+		ix.wipe(slot(w.cursor))
 	}
 	if w.cursor < end {
 		return true

@@ -177,7 +177,7 @@ func (m *matcher) assign(set uint64, blocks int) {
 	base, live := m.set.base[m.w], m.set.mask[m.w]
 	for ; set != 0; set &= set - 1 {
 		below := set&-set - 1
-		//nolint:gosec // a prompt has fewer than 2^31 blocks
+
 		m.rows[base+bits.OnesCount64(live&below)].Blocks = int32(blocks)
 	}
 }
@@ -186,8 +186,8 @@ func (m *matcher) assign(set uint64, blocks int) {
 func (m *matcher) holders(at int) uint64 {
 	hash := m.hashes[at]
 	e := &m.memo[at%memoSlots]
-	if e.at != int32(at)+1 { //nolint:gosec // a prompt has fewer than 2^31 blocks
-		e.at, e.slot = int32(at)+1, m.ix.table.find(&m.ix.pool, hash) //nolint:gosec // as above
+	if e.at != int32(at)+1 {
+		e.at, e.slot = int32(at)+1, m.ix.table.find(&m.ix.pool, hash)
 	}
 	if e.slot == none {
 		return 0
@@ -209,7 +209,7 @@ func (m *matcher) touch() {
 	}
 	at := m.deep - 1
 	s := m.memo[at%memoSlots].slot
-	if m.memo[at%memoSlots].at != int32(at)+1 { //nolint:gosec // a prompt has fewer than 2^31 blocks
+	if m.memo[at%memoSlots].at != int32(at)+1 {
 		s = m.ix.table.find(&m.ix.pool, m.hashes[at])
 	}
 	if s == none {

@@ -76,7 +76,7 @@ func (p *pool) addChunk() {
 		hot:  make([]atomic.Uint64, chunkSlots*p.stride),
 		cold: make([]cold, chunkSlots),
 	})
-	first := slot(p.n << chunkBits) //nolint:gosec // bounded by New
+	first := slot(p.n << chunkBits)
 	p.n++
 	for s := max(first, firstSlot); s < first+chunkSlots; s++ {
 		p.append(s)
@@ -295,21 +295,21 @@ func newTable() *table {
 	return t
 }
 
-func home(word uint64, n int) int { return int(word >> 32 * uint64(n) >> 32) } //nolint:gosec // below n
+func home(word uint64, n int) int { return int(word >> 32 * uint64(n) >> 32) }
 
 func pack(hash uint64, s slot) uint64 { return hash<<32 | uint64(s) }
 
 // find is hash's slot or none. Any goroutine may call it.
 func (t *table) find(p *pool, hash uint64) slot {
 	words := t.segments[hash>>56].Load().words
-	tag := uint32(hash) //nolint:gosec // the low half is wanted
+	tag := uint32(hash)
 	i := home(hash<<32, len(words))
 	for range words {
 		w := words[i].Load()
 		if w == 0 {
 			return none
 		}
-		//nolint:gosec // the halves are wanted
+
 		if s := slot(w); uint32(w>>32) == tag && s >= firstSlot && p.hash(s) == hash {
 			return s
 		}

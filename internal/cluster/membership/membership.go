@@ -1,5 +1,11 @@
 // Package membership is the phone book of a cluster: which nodes gossip sees, and where. It decides nothing:
 // the state says which nodes are members, the leases say which ones serve.
+//
+// A member's name is its node and the incarnation of its process, so a node that comes back is a new member.
+// Seeds that are not alive are asked again, because memberlist stops looking for the dead after 30 s and two
+// halves of a split would never find each other. Everything is encrypted with a key of the cluster; members
+// of another cluster and removed UIDs are refused. Delegates never call memberlist, which calls them under
+// its lock.
 package membership
 
 import (

@@ -137,7 +137,7 @@ func diskSpace(path string) (free, size uint64, err error) {
 	if err := syscall.Statfs(path, &fs); err != nil {
 		return 0, 0, err
 	}
-	block := uint64(fs.Bsize) //nolint:gosec // a block size is positive
+	block := uint64(fs.Bsize)
 	return fs.Bavail * block, fs.Blocks * block, nil
 }
 

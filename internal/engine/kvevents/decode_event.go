@@ -241,7 +241,7 @@ func (d *batchDecoder) value(r *reader, f field, e *decoded) verdict {
 		return readable(ok && n <= maxBlockSize)
 	case fieldLoraID:
 		v, _, ok := r.integer()
-		e.fields.LoraID = int64(v) //nolint:gosec // two's complement
+		e.fields.LoraID = int64(v)
 		return readable(ok)
 	case fieldGroup:
 		n, ok := r.unsigned()
@@ -314,7 +314,7 @@ func (d *batchDecoder) text(r *reader, to *string) verdict {
 // hash takes an integer or raw bytes.
 func (r *reader) hash() (Hash, bool) {
 	if v, negative, ok := r.integer(); ok && negative {
-		return IntHash(int64(v)), true //nolint:gosec // two's complement
+		return IntHash(int64(v)), true
 	} else if ok {
 		return UintHash(v), true
 	}

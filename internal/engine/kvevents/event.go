@@ -160,7 +160,7 @@ func UintHash(v uint64) Hash {
 
 // IntHash is the hash of any integer: non-negative ones equal UintHash.
 func IntHash(v int64) Hash {
-	//nolint:gosec // the bits are the name
+
 	h := UintHash(uint64(v))
 	if v < 0 {
 		h.Kind = HashInt
@@ -173,7 +173,7 @@ func BytesHash(b []byte) (h Hash, ok bool) {
 	if len(b) == 0 || len(b) > MaxHashBytes {
 		return Hash{}, false
 	}
-	h.Kind, h.Len = HashBytes, uint8(len(b)) //nolint:gosec // at most 32
+	h.Kind, h.Len = HashBytes, uint8(len(b))
 	copy(h.Data[:], b)
 	return h, true
 }
@@ -187,7 +187,7 @@ func (h Hash) String() string {
 	case HashUint:
 		return fmt.Sprintf("%d", binary.BigEndian.Uint64(h.Data[:]))
 	case HashInt:
-		//nolint:gosec // the bits are the name
+
 		return strconv.FormatInt(int64(binary.BigEndian.Uint64(h.Data[:])), 10)
 	case HashBytes:
 		return hex.EncodeToString(h.Data[:h.Len])

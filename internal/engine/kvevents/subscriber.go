@@ -1,7 +1,18 @@
 // Package kvevents follows the KV-cache events of engine ranks: it subscribes to an engine's ZeroMQ
 // publisher, puts batches into their order, fetches missing ones from the engine's replay socket, notices new
 // incarnations, and hands events to a Sink. The events that it passes on are exact, or the state is marked as
-// partial. See DESIGN.md.
+// partial.
+//
+// The tracker is pure and decides the order: without a baseline it asks for a full replay; a gap is replayed
+// from the first missing batch while live batches wait; a number that has passed is a duplicate (same
+// content), a straggler of a gap that was given up, or a new incarnation of the engine. What cannot be
+// completed becomes Reset(partial), which ends with an AllBlocksCleared or a replay from the first batch. A
+// BlockStored that contradicts itself is dropped alone (less is known than there is); a BlockRemoved that
+// cannot be read spoils its batch (more would be believed than there is).
+//
+// The ZMTP wire is go-zeromq's, its sockets are not used: they have no bounds, and a peer's malformed
+// handshake ends them. Frames, batches, queues, replays and connections have bounds, constants beside their
+// use.
 package kvevents
 
 import (

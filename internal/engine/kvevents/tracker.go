@@ -47,8 +47,13 @@ type ask struct {
 }
 
 // tracker puts batches into the engine's order and detects when that is no longer possible. It is pure: the
-// time is an argument, nothing blocks, and its owner runs the replays that it asks for (want). DESIGN.md has
-// its states.
+// time is an argument, nothing blocks, and its owner runs the replays that it asks for (want).
+//
+//	            connect ─ full replay ─┐                         gap ─ replay from the first missing ─┐
+//	no baseline ───────────────────────┴─ live ──────────────────┬────────────────────────────────────┴─ live
+//	   ↑  ↑       first batch is a baseline too                  ├ reconnect ─ replay: same content? ─ live
+//	   │  └────── another engine, range gone, replay failed ─────┤
+//	   └──────── Reset(partial) ─────────────────────────────────┘ 2 s of silence ─ was the tail lost?
 type tracker struct {
 	replays bool // there is a replay endpoint
 	sink    Sink
@@ -268,9 +273,9 @@ func (t *tracker) apply(m message) bool {
 	t.step(m)
 	t.lastTS = b.TS
 	t.stats.Batches++
-	t.stats.Unknown += uint64(b.Unknown)               //nolint:gosec // counts are not negative
-	t.stats.Malformed += uint64(b.Malformed)           //nolint:gosec // counts are not negative
-	t.stats.UnknownMembers += uint64(b.UnknownMembers) //nolint:gosec // counts are not negative
+	t.stats.Unknown += uint64(b.Unknown)
+	t.stats.Malformed += uint64(b.Malformed)
+	t.stats.UnknownMembers += uint64(b.UnknownMembers)
 	t.decoder.Deliver(t.sink, &t.groups)
 	c := &t.decoder.delivered
 	t.stats.Stored, t.stats.Removed, t.stats.Cleared = c.Stored, c.Removed, c.Cleared

@@ -47,7 +47,7 @@ func unpackEstimate(state uint64) (k float64, seen uint32) {
 	if state == 0 {
 		return startBytesPerToken, 0
 	}
-	return float64(math.Float32frombits(uint32(state))), uint32(state >> 32) //nolint:gosec // the low half
+	return float64(math.Float32frombits(uint32(state))), uint32(state >> 32)
 }
 
 // PromptTokens is the estimate for the prompt of b: its text by its bytes, and its media parts by their

@@ -58,7 +58,7 @@ type choiceKV struct {
 // newCall lays out the sequences of a checked plan.
 func newCall(p *plan, s *settings, room func(*prompt) int) *call {
 	c := &call{plan: p, set: s, choices: make([]choice, len(p.prompts)*p.n), bell: make(chan struct{}, 1)}
-	c.open.Store(int32(len(c.choices))) //nolint:gosec // bounded by the body and maxN
+	c.open.Store(int32(len(c.choices)))
 	for i := range p.prompts {
 		from := &p.prompts[i]
 		limit := room(from)
@@ -186,7 +186,7 @@ func (c *choice) engineName() string {
 // progress is what the engine has done for c: tokens, and how it ended (FinishNone = not yet). The last token
 // of an answer is seen together with its end only, so that they leave in one chunk.
 func (c *choice) progress() (tokens int, why em.FinishReason) {
-	why = em.FinishReason(c.ended.Load()) //nolint:gosec // stored from a FinishReason
+	why = em.FinishReason(c.ended.Load())
 	tokens = int(c.produced.Load())
 	if why == em.FinishNone && tokens >= c.req.Output {
 		tokens = c.req.Output - 1
@@ -322,7 +322,7 @@ func (c *call) failure() *apiError {
 		switch {
 		case ch.rejected.Load():
 			return busyError()
-		case em.FinishReason(ch.ended.Load()) == em.FinishError: //nolint:gosec // stored from a FinishReason
+		case em.FinishReason(ch.ended.Load()) == em.FinishError:
 			if ch.req.LoadFailed() {
 				return internalError(ch.load.text)
 			}

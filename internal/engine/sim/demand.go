@@ -289,7 +289,7 @@ func (d *demand) script(seed uint64) (*script, *apiError) {
 	if !d.single && len(d.tools) > 1 {
 		wanted += int(seed >> 32 & 1)
 	}
-	first := int(seed % uint64(len(d.tools))) //nolint:gosec // below the number of tools
+	first := int(seed % uint64(len(d.tools)))
 	for i, t := range d.tools {
 		if t.name == d.first {
 			first = i

@@ -119,7 +119,7 @@ func (f *Fault) validate() error {
 		return fmt.Errorf("fault %q: code %d is no error: want 400 to 599", f.Mode, f.Code)
 	}
 	if mode := string(f.Mode); !simflags.IsMode(mode) || strings.HasPrefix(mode, "start-") {
-		return fmt.Errorf("unknown fault mode %q: see the modes in engine/sim/DESIGN.md", f.Mode)
+		return fmt.Errorf("unknown fault mode %q: see the modes in docs/simulated-engine.md", f.Mode)
 	}
 	return nil
 }

@@ -232,7 +232,7 @@ func (f *fields) prompt(raw json.RawMessage) (prompt, bool) {
 		if !f.isToken("prompt", i, id) {
 			return prompt{}, false
 		}
-		out.ids[i] = uint32(id) //nolint:gosec // checked
+		out.ids[i] = uint32(id)
 	}
 	return out, true
 }

@@ -65,7 +65,7 @@ func newKVPublisher(cfg *Config, rank int, faults *faults) (*kvPublisher, error)
 		quit: make(chan struct{}), cfg: cfg, set: cfg.KVEvents, sockets: s,
 		encoder: newKVEncoder(&cfg.KVEvents, cfg.Model.BlockSize, rank), faults: faults,
 		next: cfg.KVEvents.FirstSeq, subs: map[*kvSubscriber]struct{}{},
-		dice: cfg.Seed + uint64(rank), //nolint:gosec // not negative
+		dice: cfg.Seed + uint64(rank),
 	}, nil
 }
 

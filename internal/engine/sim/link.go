@@ -183,7 +183,7 @@ func (l *link) hello(ctx context.Context, cfg *Config) (net.Conn, error) {
 	}
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	defer stop()
-	//nolint:gosec // bounded by maxGroupRanks
+
 	hello := frame{
 		kind: frameHello, rank: uint16(cfg.DPRank), count: uint32(cfg.DPSize),
 		value: cfg.collectiveHash(),
@@ -241,7 +241,7 @@ func (l *link) lost(from int) {
 
 func asReport(from int, f frame) em.GroupInput {
 	if f.kind == frameReport {
-		//nolint:gosec // was a duration
+
 		return em.GroupInput{
 			Kind: em.GroupReport, Rank: from, Took: time.Duration(f.value),
 			Tokens: int(f.count), Unfinished: f.flag,
@@ -262,9 +262,9 @@ func asInput(f frame) em.Input {
 
 // report sends a member's message to rank 0. After a failed write the reader reports a lost peer.
 func (l *link) report(rank int, in em.GroupInput) {
-	f := frame{kind: frameWave, rank: uint16(rank)} //nolint:gosec // bounded by maxGroupRanks
+	f := frame{kind: frameWave, rank: uint16(rank)}
 	if in.Kind == em.GroupReport {
-		//nolint:gosec // not negative, and the tokens are those of one step
+
 		f.kind, f.flag, f.count, f.value = frameReport, in.Unfinished, uint32(in.Tokens), uint64(in.Took)
 	}
 	if err := writeFrame(l.conns[0], f); err != nil {

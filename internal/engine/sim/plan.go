@@ -89,7 +89,7 @@ func (p *plan) common(f *fields) {
 	p.interval, _ = f.num("stream_interval")
 	p.interval = min(max(1, p.interval), maxInterval)
 	seed, _ := f.num("seed")
-	p.seed = uint64(seed) //nolint:gosec // any bit pattern is a seed
+	p.seed = uint64(seed)
 	p.promptLogprobs = f.numOr("prompt_logprobs", -1)
 	p.params = f.transferParams()
 	options := f.object("stream_options")

@@ -152,10 +152,10 @@ func (r *rank) pass(e *em.Effect) {
 		c, _ := e.Req.User.(*choice)
 		r.meters.token(e.Req)
 		if e.Req.Produced() == 1 {
-			c.cached.Store(int32(e.Req.Cached())) //nolint:gosec // below the model length
+			c.cached.Store(int32(e.Req.Cached()))
 			c.wrong.Store(e.Req.Wrong())
 		}
-		c.produced.Store(int32(e.Req.Produced())) //nolint:gosec // below the model length
+		c.produced.Store(int32(e.Req.Produced()))
 		if c.call.plan.stream {
 			c.call.ring()
 		}

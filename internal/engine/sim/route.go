@@ -315,7 +315,7 @@ func (s api) detokenize(w http.ResponseWriter, r *http.Request) {
 		if !f.isToken("tokens", i, int64(n)) {
 			break
 		}
-		ids = append(ids, uint32(n)) //nolint:gosec // checked
+		ids = append(ids, uint32(n))
 	}
 	if f.fault != nil {
 		s.fail(w, f.fault)

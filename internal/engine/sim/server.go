@@ -1,6 +1,6 @@
 // Package sim is the built-in engine: one rank in one process that speaks vLLM's HTTP, answers with made-up
 // text at the speed of a cost model, and fails on demand. The engine itself is enginemodel; this is its
-// process. See DESIGN.md.
+// process. See docs/simulated-engine.md.
 package sim
 
 import (

@@ -68,7 +68,7 @@ func writeSide(c net.Conn, m *sideMessage) error {
 		return fmt.Errorf("%w: %d bytes", errSideFrame, len(body))
 	}
 	frame := make([]byte, 0, 4+len(body))
-	frame = binary.BigEndian.AppendUint32(frame, uint32(len(body))) //nolint:gosec // bounded
+	frame = binary.BigEndian.AppendUint32(frame, uint32(len(body)))
 	if err := c.SetWriteDeadline(time.Now().Add(sideIOTimeout)); err != nil {
 		return err
 	}
@@ -112,8 +112,8 @@ func (m *sideMessage) blockKV() []em.BlockKV {
 	out := make([]em.BlockKV, 0, len(m.KV)/kvNumbers)
 	for k := m.KV; len(k) >= kvNumbers; k = k[kvNumbers:] {
 		out = append(out, em.BlockKV{
-			Sum: k[0], Tokens: uint32(k[1]), //nolint:gosec // what does not fit matches nothing
-			PromptSum: k[2], PromptTokens: uint32(k[3]), //nolint:gosec // likewise
+			Sum: k[0], Tokens: uint32(k[1]),
+			PromptSum: k[2], PromptTokens: uint32(k[3]),
 		})
 	}
 	return out

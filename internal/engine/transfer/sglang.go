@@ -71,7 +71,7 @@ func appendEach(b []byte, rooms []uint64, value func(b []byte, room uint64) []by
 // drawRooms returns count rooms, no two equal. Each is q × dpSize + rank with a uniform q, so that room mod
 // dpSize is the prefill rank: every version of the engine agrees with that.
 func drawRooms(count, dpSize, rank int, draw func(n uint64) uint64) []uint64 {
-	size, first := uint64(dpSize), uint64(rank) //nolint:gosec // both were checked to be at least 0
+	size, first := uint64(dpSize), uint64(rank)
 	choices := (maxRoom-first)/size + 1
 	rooms := make([]uint64, 0, count)
 	for range count {

@@ -1,6 +1,15 @@
 // Package transfer makes and reads the two requests by which one prompt is computed on a prefill rank and its
 // answer on a decode rank: one file per way in which the KV blocks come from the one to the other. It works
 // on bytes alone; the caller sends them.
+//
+// The package is pure and sends nothing. A caller scans the client's body (Scan; what cannot be split goes to
+// one rank), begins each attempt with a fresh id (Begin), sends the requests in the transfer's Order, and
+// reads the prefill's answer (ReadPrefill). Both prompts are the same bytes of the client's body: members are
+// cut or added, and everything else stays. Parameters are opaque, checked and never completed. They are taken
+// once, before a deadline that counts from the time at which the answer was read, while the prefill engine is
+// the one that answered: read late or twice they give 200 with a wrong text, and the decode engine keeps the
+// wrong blocks. A client's own fields of this kind are cut or refused. nixl was tested with real engines,
+// nixl-push against captured bytes; mooncake and sglang were never run.
 package transfer
 
 import (

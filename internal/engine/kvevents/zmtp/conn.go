@@ -120,7 +120,7 @@ func appendFrame(dst, body []byte, more bool) []byte {
 		dst = append(dst, flags|flagLong)
 		dst = binary.BigEndian.AppendUint64(dst, uint64(len(body)))
 	} else {
-		dst = append(dst, flags, byte(len(body))) //nolint:gosec // at most 255
+		dst = append(dst, flags, byte(len(body)))
 	}
 	return append(dst, body...)
 }
@@ -296,10 +296,10 @@ func (l *limiter) flags(b byte) {
 func (l *limiter) begin() error {
 	announced := binary.BigEndian.Uint64(l.size[:])
 	l.frames++
-	if announced > uint64(l.lim.Frame) || l.frames > l.lim.Frames { //nolint:gosec // limits are not negative
+	if announced > uint64(l.lim.Frame) || l.frames > l.lim.Frames {
 		return ErrTooLarge
 	}
-	n := int(announced) //nolint:gosec // not above Frame
+	n := int(announced)
 	if l.bytes += n; l.bytes > l.lim.Message {
 		return ErrTooLarge
 	}
