@@ -49,8 +49,8 @@ type ask struct {
 // tracker puts batches into the engine's order and detects when that is no longer possible. It is pure: the
 // time is an argument, nothing blocks, and its owner runs the replays that it asks for (want).
 //
-//	            connect ─ full replay ─┐                         gap ─ replay from the first missing ─┐
-//	no baseline ───────────────────────┴─ live ──────────────────┬────────────────────────────────────┴─ live
+//	            connect ─ full replay ─┐                         gap ─ replay from what misses ─┐
+//	no baseline ───────────────────────┴─ live ──────────────────┬──────────────────────────────┴─ live
 //	   ↑  ↑       first batch is a baseline too                  ├ reconnect ─ replay: same content? ─ live
 //	   │  └────── another engine, range gone, replay failed ─────┤
 //	   └──────── Reset(partial) ─────────────────────────────────┘ 2 s of silence ─ was the tail lost?
