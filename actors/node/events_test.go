@@ -215,7 +215,7 @@ func TestALaunchedEngineThatPublishesElsewhereDoesNotStart(t *testing.T) {
 		},
 		"none": {
 			app.Independent, "silent", 0,
-			"the engine publishes no kv events for rank 0, though it was told to",
+			"the engine publishes no kv events for rank 0, though its command asks for them",
 		},
 		"garbage": {app.Independent, "garbage", 0, "/kv_event_sources: invalid character '<'"},
 		"its sibling's ones": {

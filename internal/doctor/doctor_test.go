@@ -122,7 +122,7 @@ func TestFaults(t *testing.T) {
 			Fail, "clock", "1970-01-01", "timedatectl",
 		},
 		"a monotonic clock that stands still": {
-			func(f *Facts) { f.Clock.Slept = 0 }, Fail, "clock", "stands still", "clocksource",
+			func(f *Facts) { f.Clock.Slept = 0 }, Fail, "clock", "is stopped", "clocksource",
 		},
 		"a wall clock that is set": {
 			func(f *Facts) { f.Clock.Passed = time.Second }, Warn, "clock", "moved by 1s in 20ms", "chrony",
@@ -175,7 +175,7 @@ func TestFaults(t *testing.T) {
 		},
 		"not all open files": {
 			func(f *Facts) { f.Files.Limit = 20_000 },
-			Warn, "files", "enough for 9360 streams beside 64 ranks; a node accepts 16000", "LimitNOFILE=",
+			Warn, "files", "enough for 9360 streams and 64 ranks; a node accepts 16000", "LimitNOFILE=",
 		},
 		"shared memory for several devices": {
 			func(f *Facts) { f.Shared.Free = 64 * mebibyte },

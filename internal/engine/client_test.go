@@ -172,7 +172,7 @@ func TestCanary(t *testing.T) {
 	}{
 		"a token":    {200, string(file(t, "completion.json")), ""},
 		"queue full": {503, string(file(t, "queue_full.json")), ""},
-		"aborted": {200, string(file(t, "aborted.json")), "the canary was answered without a " +
+		"aborted": {200, string(file(t, "aborted.json")), "the probe was answered without a " +
 			"completion"},
 		"dead core": {500, `{"error":{"message":"EngineCore encountered an issue.",` +
 			`"type":"InternalServerError","param":null,"code":500}}`, "/v1/completions answered 500: " +
