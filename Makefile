@@ -68,6 +68,12 @@ test-vllm: ## real vLLM engines on the CPU, attached and launched: events, routi
 	test/vllm/install.sh
 	DPSERVE_VLLM=1 go test -count=1 -v -timeout 120m ./test/vllm
 
+# Installs SGLang once, outside the repository (minutes, 7 GB); see docs/real-vllm.md.
+.PHONY: test-sglang
+test-sglang: ## real SGLang servers on the CPU, launched: events, predictions, a dead scheduler, dpserve restarted and killed
+	test/vllm/install-sglang.sh
+	DPSERVE_SGLANG=1 go test -count=1 -v -timeout 60m -run TestSGLang ./test/vllm
+
 # Needs an installed vLLM or SGLang, and runs each step that they allow; see docs/real-engines.md.
 .PHONY: test-gpu
 test-gpu: build ## real engines on a GPU: predictions, policies under load, deaths, prefill and decode; STEPS="up table down" takes some

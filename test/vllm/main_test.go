@@ -1,6 +1,6 @@
 // Package vllm shows dpserve's picture of a KV cache against a real engine: the CPU build of vLLM with a tiny
 // model of random weights. It is opt-in (`make test-vllm`); docs/real-vllm.md says what it needs and what it
-// prints.
+// prints. Servers of SGLang on the CPU are launched the same way (`make test-sglang`).
 package vllm
 
 import (

@@ -1,0 +1,49 @@
+#!/bin/sh
+# Installs SGLang for the CPU into a cache folder outside the repository, once: $DPSERVE_SGLANG_CACHE, by default
+# ~/.cache/dpserve/sglang-cpu-$VERSION. `.complete` is written last; where it is missing the installation begins anew.
+# SGLang has no wheel for CPUs: its own is installed without what needs CUDA, and a stub takes the place of its kernels.
+# Needs python3.11 with venv and a package index, as pip is configured on this machine; 7 GB of disk, minutes. PYTHON
+# names another interpreter of that version.
+set -eu
+
+VERSION=0.5.23
+TORCH=2.14.1
+here=$(cd "$(dirname "$0")" && pwd)
+cache=${DPSERVE_SGLANG_CACHE:-$HOME/.cache/dpserve/sglang-cpu-$VERSION}
+python=${PYTHON:-python3.11}
+
+if [ -e "$cache/.complete" ]; then
+	echo "sglang $VERSION is in $cache"
+	exit 0
+fi
+"$python" -c 'import sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || {
+	echo "error: $python is not Python 3.11 with venv: install it, or name it in PYTHON" >&2
+	exit 1
+}
+mkdir -p "$cache"
+free=$(df -Pk "$cache" | awk 'NR == 2 { print int($4 / 1048576) }')
+[ "$free" -ge 10 ] || {
+	echo "error: $cache has $free GB free, the installation needs 10; name another folder in DPSERVE_SGLANG_CACHE" >&2
+	exit 1
+}
+exec 9>"$cache/.lock"
+if command -v flock >/dev/null; then
+	flock -n 9 || { echo "error: another installation into $cache is running; wait for it" >&2; exit 1; }
+fi
+
+echo "installing sglang $VERSION into $cache (some minutes)"
+rm -rf "$cache/venv"
+cd "$cache"
+"$python" -m venv venv
+pip="venv/bin/pip install -q --no-cache-dir --disable-pip-version-check -c $here/testdata/constraints-sglang.txt"
+$pip "torch==$TORCH" torchvision transformers tokenizers
+$pip aiohttp anthropic apache-tvm-ffi blobfile build compressed-tensors datasets distro easydict einops fastapi gguf \
+	interegular IPython kernels llguidance mistral_common modelscope msgspec ninja numba nvidia-ml-py openai \
+	openai-harmony orjson outlines partial_json_parser pillow prometheus-client psutil pybase64 pydantic \
+	python-multipart pyzmq requests scipy sentencepiece setproctitle soundfile tiktoken timm torch_memory_saver \
+	tqdm uvicorn uvloop watchfiles xgrammar xxhash zstandard
+$pip --no-deps "sglang==$VERSION"
+cp "$here/testdata/sgl_kernel.py" "$(venv/bin/python -c 'import site; print(site.getsitepackages()[0])')/"
+SGLANG_USE_CPU_ENGINE=1 venv/bin/python -c 'import sglang.srt.layers.layernorm'
+: >.complete
+echo "sglang $VERSION is in $cache"
