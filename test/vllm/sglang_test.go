@@ -86,8 +86,8 @@ func TestSGLang(t *testing.T) {
 	}
 }
 
-// testSGLangPredictions: chats and token ids; what dpserve expects a rank to have cached is what it reports. A
-// turn that comes at once may find the tokens of the last answer, of which SGLang has not told yet.
+// testSGLangPredictions: chats and token ids; what dpserve expects a rank to have cached is what it reports.
+// A turn that comes at once may find the tokens of the last answer, of which SGLang has not told yet.
 func testSGLangPredictions(t *testing.T, a *launched) {
 	l := runSessions(t.Context(), a.dp.HTTP, 42, sessions/2)
 	require.NoError(t, l.err)
