@@ -279,7 +279,7 @@ func (r *RouterClient) Explain(ctx context.Context, q Query) (*Explanation, erro
 // ResetResult says what a reset of a router did.
 type ResetResult struct {
 	App   string `json:"app"`
-	Ranks int    `json:"ranks"` // asked for a snapshot
+	Ranks int    `json:"ranks"` // listed again
 }
 
 // Reset drops the router's state and requests a snapshot from every rank; it returns the number of ranks. It

@@ -339,7 +339,7 @@ func TestRouterReset(t *testing.T) {
 	cli := newCLI(t)
 	require.Equal(t, 0, cli.run([]string{"router", "reset", "demo"}))
 	assert.Equal(t, []string{"demo"}, cli.cluster.router.resets)
-	assert.Equal(t, "dpserve: the router of demo was reset; 4 ranks asked for a snapshot\n", cli.stderr())
+	assert.Equal(t, "dpserve: the router of demo was reset; 4 ranks listed again\n", cli.stderr())
 	assert.Empty(t, cli.stdout())
 }
 

@@ -187,7 +187,7 @@ caches look cold.`,
 			if err != nil {
 				return err
 			}
-			printMessage(e.io.Err, "the router of %s was reset; %s asked for a snapshot", r.App,
+			printMessage(e.io.Err, "the router of %s was reset; %s listed again", r.App,
 				formatCount(r.Ranks, "rank"))
 			return nil
 		}),

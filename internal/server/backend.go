@@ -373,7 +373,7 @@ func (r *routers) Reset(ctx context.Context, app string) (client.ResetResult, er
 	views, _ := (&backend{r.n}).views()
 	ranks, err := views.ResetRouters(ctx, app)
 	if l, leads := r.n.leading.Current(); err == nil && leads {
-		l.control.Note(app, eventRouterReset, fmt.Sprintf("%d ranks asked for a snapshot", ranks))
+		l.control.Note(app, eventRouterReset, fmt.Sprintf("%d ranks listed again", ranks))
 	}
 	return client.ResetResult{App: app, Ranks: ranks}, err
 }
