@@ -118,7 +118,7 @@ func (r *fakeRouters) Generate(_ context.Context, _ string, q *msg.Generate,
 	return r.broken
 }
 
-// The Router hashes the bytes of a prompt, so a client must not rewrite them.
+// RP5: The Router hashes the bytes of a prompt, so a client must not rewrite them.
 func TestExplainSendsTheBytesOfTheRequest(t *testing.T) {
 	r := &fakeRouters{}
 	c := serve(t, r)

@@ -44,8 +44,8 @@ func TestExamplesAreValid(t *testing.T) {
 	}
 }
 
-// TestTheUnitFile: the systemd unit has what docs/operations.md shows and explains, folders that engines may
-// write, and, where the machine has it, the approval of systemd-analyze.
+// HF74: the systemd unit has what docs/operations.md shows and explains, folders that engines may write, and,
+// where the machine has it, the approval of systemd-analyze.
 func TestTheUnitFile(t *testing.T) {
 	const name = "cluster/dpserve.service"
 	text, err := os.ReadFile(name)

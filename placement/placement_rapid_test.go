@@ -198,8 +198,8 @@ func possible(nodes []Node, g Group) bool {
 	}
 }
 
-// TestAnyPlacementIsSound: nothing twice, the strategy kept, all or none, whatever the nodes' order; and a
-// group alone is refused only when no placement exists.
+// HF76: nothing twice, the strategy kept, all or none, whatever the nodes' order; and a group alone is
+// refused only when no placement exists.
 func TestAnyPlacementIsSound(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		nodes := drawNodes(t)
@@ -279,8 +279,7 @@ func shares(rooms []int, i, need, nodes, most int, best *[2]int) {
 	}
 }
 
-// TestPackUsesFewNodesInEqualBlocks: of all ways to deal the ranks none has fewer nodes, and of those none a
-// smaller largest block.
+// HF76: of all ways to deal the ranks none has fewer nodes, and of those none a smaller largest block.
 func TestPackUsesFewNodesInEqualBlocks(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		nodes := drawNodes(t)
@@ -323,7 +322,7 @@ func TestDevicesAreAlignedWherePossible(t *testing.T) {
 	})
 }
 
-// TestSpreadIsEven: two nodes differ by more than one only if the emptier one is full.
+// HF76: two nodes differ by more than one only if the emptier one is full.
 func TestSpreadIsEven(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		nodes := drawNodes(t)

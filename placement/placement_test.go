@@ -356,6 +356,7 @@ func TestRG7WholeGroupsOnly(t *testing.T) {
 	assert.Equal(t, "c: 0@0 1@1 2@2 3@3", draw(p[0]))
 }
 
+// HF68: second group that does not fit refuses both.
 func TestSecondGroupThatDoesNotFitRefusesBoth(t *testing.T) {
 	_, err := Place([]Node{slots("a", 5)}, []Group{group("x/0", 4, Pack), group("x/1", 4, Pack)})
 	var e *problem.Error
@@ -487,8 +488,8 @@ func TestAttachedRanksTakeNothing(t *testing.T) {
 	require.Equal(t, problem.Unplaceable, problem.CodeOf(err))
 }
 
-// TestAvoidedNodesComeLast: also before devices that are close to each other, but a group that must be on one
-// node stays with its ranks.
+// HF51: also before devices that are close to each other, but a group that must be on one node stays with its
+// ranks.
 func TestAvoidedNodesComeLast(t *testing.T) {
 	pair := group("g", 1, Pack)
 	pair.Devices, pair.Avoid = 2, []string{"a"}

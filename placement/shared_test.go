@@ -118,8 +118,8 @@ func TestSharesOfDevices(t *testing.T) {
 	}
 }
 
-// TestSharesAreNeverOverbooked: whatever groups come one after the other, the shares of a device never add up
-// to more than one device, whole devices are not shared, and a rank is refused only if no device has room.
+// HF76: whatever groups come one after the other, the shares of a device never add up to more than one
+// device, whole devices are not shared, and a rank is refused only if no device has room.
 func TestSharesAreNeverOverbooked(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		nodes := []Node{gpus("a", 0, 1), gpus("b", 3)}
@@ -156,7 +156,7 @@ func TestSharesAreNeverOverbooked(t *testing.T) {
 	})
 }
 
-// TestAHintMovesAShare: a unit that has a share of a device moves, and then a rank has the device as a whole.
+// HF76: a unit that has a share of a device moves, and then a rank has the device as a whole.
 func TestAHintMovesAShare(t *testing.T) {
 	nodes := []Node{used(gpus("a", 0), map[int]int{0: 2500}), used(gpus("b", 0), map[int]int{0: 5000})}
 	nodes[0].Ranks, nodes[1].Ranks = 1, 1

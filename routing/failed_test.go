@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/assert"
 )
 
+// RP45: what a failed answer counts as.
 func TestWhatAFailedAnswerCountsAs(t *testing.T) {
 	const ms = time.Millisecond
 	prompt := Load{W: 1, Q: 70, Kq: 100}
@@ -34,8 +35,8 @@ func TestWhatAFailedAnswerCountsAs(t *testing.T) {
 	}
 }
 
-// TestFailedAnswersTakeNoRoom: a rank whose answers fail has as much room as before, and its load is what it
-// was once their time is over.
+// RP45: a rank whose answers fail has as much room as before, and its load is what it was once their time is
+// over.
 func TestFailedAnswersTakeNoRoom(t *testing.T) {
 	r := routerWith(LeastLoaded{}, 1, 2)
 	id, now := ID(0, 0), time.Second
@@ -66,8 +67,8 @@ func TestFailedAnswersTakeNoRoom(t *testing.T) {
 	assert.Equal(t, [2]Load{}, [2]Load{rk.Load, rk.Failed}, "forgotten")
 }
 
-// TestLawARankThatFailsAtOnceIsNoBlackHole: 12 clients, three ranks; one fails each request after 2 ms, the
-// others answer in 100 ms. Whatever the policy, it gets hardly more than its share of the requests.
+// RP45: 12 clients, three ranks; one fails each request after 2 ms, the others answer in 100 ms. Whatever the
+// policy, it gets hardly more than its share of the requests.
 func TestLawARankThatFailsAtOnceIsNoBlackHole(t *testing.T) {
 	for _, name := range Names() {
 		if name == nameDirect {

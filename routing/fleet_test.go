@@ -327,8 +327,8 @@ func (q *fleetQueue) Pop() any {
 	return e
 }
 
-// Every Router measures the prefill work of all ingresses, each request once: η is the same for one Router
-// and for each of sixteen.
+// RA4: Every Router measures the prefill work of all ingresses, each request once: η is the same for one
+// Router and for each of sixteen.
 func TestPrefillUtilisationIsThatOfAllIngresses(t *testing.T) {
 	turns := agentTurns(3, 0.3, time.Minute)
 	turns = slices.DeleteFunc(turns, func(turn fleetTurn) bool { return turn.at > time.Minute })
@@ -372,8 +372,8 @@ func TestPrefillUtilisationIsThatOfAllIngresses(t *testing.T) {
 	}
 }
 
-// Homes are kept behind several Routers as behind one: the ranks' streams tell each Router where the others
-// sent a session, and what the others' prompts left on the ranks.
+// RA5: Homes are kept behind several Routers as behind one: the ranks' streams tell each Router where the
+// others sent a session, and what the others' prompts left on the ranks.
 func TestSessionsKeepTheirRankBehindSeveralRouters(t *testing.T) {
 	span := 4 * time.Minute
 	if testing.Short() {
@@ -403,7 +403,7 @@ func TestSessionsKeepTheirRankBehindSeveralRouters(t *testing.T) {
 	}
 }
 
-// A rank that dies and comes back empty gets requests within a minute, and nobody pays for it.
+// RA6: A rank that dies and comes back empty gets requests within a minute, and nobody pays for it.
 func TestAReturnedRankIsUsedWithinAMinute(t *testing.T) {
 	const dies, returns, end = 300 * time.Second, 420 * time.Second, 540 * time.Second
 	turns := agentTurns(12, 1, end)
@@ -425,8 +425,8 @@ func TestAReturnedRankIsUsedWithinAMinute(t *testing.T) {
 	}
 }
 
-// A short question behind a system prompt of 2,048 tokens, 300 of them a second, cold caches: policies that
-// weigh work use all ranks, scoring keeps to the rank that was warm first, whatever waits there.
+// RA7: A short question behind a system prompt of 2,048 tokens, 300 of them a second, cold caches: policies
+// that weigh work use all ranks, scoring keeps to the rank that was warm first, whatever waits there.
 // docs/routing-reference.md has these numbers.
 func TestASharedSystemPromptPinsScoring(t *testing.T) {
 	const block, requests, perSecond = 256, 4000, 300

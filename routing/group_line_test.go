@@ -108,9 +108,9 @@ func drawPrompt(t *rapid.T) int {
 	return rapid.SampledFrom(tokens).Draw(t, "tokens")
 }
 
-// Whatever comes, waits, leaves and ends when: no rank gets more than it can hold, every request is released
-// once, the oldest is in every cohort, no request is passed more than 512 times, and once arrivals end, the
-// queue does.
+// LG2, LG36: Whatever comes, waits, leaves and ends when: no rank gets more than it can hold, every request
+// is released once, the oldest is in every cohort, no request is passed more than 512 times, and once
+// arrivals end, the queue does.
 func TestGroupLineKeepsItsLaws(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		m := newGroupModel(t, drawGroupRule(t), drawGroupRanks(t))
@@ -166,7 +166,7 @@ func TestGroupLineKeepsItsLaws(t *testing.T) {
 	})
 }
 
-// The same input gives the same answer, whatever the answer's memory was used for before.
+// LG2: The same input gives the same answer, whatever the answer's memory was used for before.
 func TestGroupRuleRepeats(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		rule, used := drawGroupRule(t), GroupLook{}
@@ -193,8 +193,8 @@ func TestGroupRuleRepeats(t *testing.T) {
 	})
 }
 
-// A queue that is always full of requests that suit it better passes one at most 512 times, and one that is
-// unlike all others is served in its turn at the latest.
+// LG2: A queue that is always full of requests that suit it better passes one at most 512 times, and one that
+// is unlike all others is served in its turn at the latest.
 func TestGroupLineStarvesNoRequest(t *testing.T) {
 	const waiting = 256
 	for name, rule := range map[string]GroupRule{
@@ -232,7 +232,7 @@ func TestGroupLineStarvesNoRequest(t *testing.T) {
 	}
 }
 
-// The pace is the mean time between tokens of the last seconds, the rate what arrived in the last ten.
+// LG2: The pace is the mean time between tokens of the last seconds, the rate what arrived in the last ten.
 func TestGroupLineMeasures(t *testing.T) {
 	line, now := NewGroupLine(NewGroupRule(0, 0)), time.Hour
 	var out GroupLook
@@ -256,8 +256,8 @@ func TestGroupLineMeasures(t *testing.T) {
 	assert.InDelta(t, 20, line.Rate(now-time.Minute), .2, "a clock that jumps back")
 }
 
-// A request that waited elsewhere keeps its place in time, a restart of the group what waits, and a preview
-// everything.
+// LG2, LG44: A request that waited elsewhere keeps its place in time, a restart of the group what waits, and
+// a preview everything.
 func TestGroupLineKeepsPlaces(t *testing.T) {
 	line, now := NewGroupLine(NewGroupRule(0, 0)), time.Hour
 	for _, since := range []time.Duration{5, 7, 6, 7, 4} {
@@ -295,8 +295,8 @@ func TestGroupLineKeepsPlaces(t *testing.T) {
 	assert.Equal(t, "waits for a place and KV memory on a rank", GroupHeld{Reason: GroupNoRoom}.String())
 }
 
-// After the first tokens of a cohort a full queue waits for a place on every rank, for as long as a prompt
-// may be held.
+// LG2: After the first tokens of a cohort a full queue waits for a place on every rank, for as long as a
+// prompt may be held.
 func TestGroupLineWaitsForPlaces(t *testing.T) {
 	line, now := NewGroupLine(NewGroupRule(0, 0)), time.Hour
 	add := func(first uint64) {
@@ -326,8 +326,8 @@ func TestGroupLineWaitsForPlaces(t *testing.T) {
 	assert.Equal(t, "5→0 6→1 7→3", shown(&out))
 }
 
-// A Router's ranks as the queue sees them: those of the group, without the ones that do not serve; no place
-// on busy ones, nor on silent ones while others are heard.
+// LG2: A Router's ranks as the queue sees them: those of the group, without the ones that do not serve; no
+// place on busy ones, nor on silent ones while others are heard.
 func TestGroupRanks(t *testing.T) {
 	r := NewRouter(LeastLoaded{}, 1)
 	for _, id := range []RankID{ID(0, 3), ID(1, 0), ID(1, 1), ID(1, 2), ID(1, 3), ID(2, 0)} {
@@ -368,6 +368,8 @@ func groupBench(n int) (*GroupLine, []GroupRank, time.Duration) {
 	return line, groupOf(16), now
 }
 
+// LG3: a look at 16 ranks and 64 waiting requests with hits, that releases, and one that holds: 0
+// allocations; the time is printed by the benchmark.
 func TestGroupLineDoesNotAllocate(t *testing.T) {
 	line, ranks, now := groupBench(64)
 	var out GroupLook
@@ -381,7 +383,7 @@ func TestGroupLineDoesNotAllocate(t *testing.T) {
 	assert.Equal(t, GroupPrefill, out.Held.Reason)
 }
 
-// BenchmarkGroupRule is a cohort of 16 ranks from 64 and 10,000 waiting requests.
+// LG3: BenchmarkGroupRule is a cohort of 16 ranks from 64 and 10,000 waiting requests.
 func BenchmarkGroupRule(b *testing.B) {
 	for _, n := range []int{64, 10_000} {
 		b.Run(strconv.Itoa(n), func(b *testing.B) {
@@ -395,8 +397,8 @@ func BenchmarkGroupRule(b *testing.B) {
 	}
 }
 
-// TestClientsTakeTurns: each round of a queue has one request of each client, in the order of arrival, and a
-// request that had its turn goes before all of them.
+// LG32: each round of a queue has one request of each client, in the order of arrival, and a request that had
+// its turn goes before all of them.
 func TestClientsTakeTurns(t *testing.T) {
 	t.Parallel()
 	line := NewGroupLine(NewGroupRule(0, 0))

@@ -47,6 +47,12 @@ func shown(out *GroupLook) string {
 	return strings.Join(s, " ")
 }
 
+// LG2: a table of groups, queues, pace, rate and goals, also goals of 0 and prompts longer than any rank;
+// random arrivals, hits, first tokens, ends, departures; a queue that is always full of other lengths; one of
+// a restart, of a request that waited elsewhere: what is released where, or held, with the words and the time
+// to ask again; no release above a rank's places or memory (a prompt that no empty rank holds goes to the
+// engine), each request once, the oldest in every cohort, at most 512 skips, the queue ends; same input, same
+// output; what waits survives a restart, in the order of arrival.
 func TestGroupRuleDecides(t *testing.T) {
 	const now, ms = time.Hour, time.Millisecond
 	model := NewGroupRule(0, 0).Model
@@ -278,6 +284,7 @@ func TestGroupRuleDecides(t *testing.T) {
 	}
 }
 
+// LG44: decode balance.
 func TestDecodeBalance(t *testing.T) {
 	t.Parallel()
 	rule := GroupRule{Model: steptime.Coefficients{ContextMS: 1}}

@@ -22,6 +22,7 @@ func TestNewMakesEveryPolicyInBothPresets(t *testing.T) {
 	}
 }
 
+// RA7: new reads parameters.
 func TestNewReadsParameters(t *testing.T) {
 	p, err := New("power-of-two", "", map[string]any{"prefer_local": true})
 	require.NoError(t, err)

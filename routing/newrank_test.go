@@ -28,7 +28,8 @@ func creditPolicies(t *testing.T) []Policy {
 	return []Policy{newPolicy(t, "mex")}
 }
 
-// A new rank gets what has no home yet, until it has its share or has been there for a while; homes stay.
+// RA6: A new rank gets what has no home yet, until it has its share or has been there for a while; homes
+// stay.
 func TestANewRankGetsPromptsWithoutAHome(t *testing.T) {
 	holder, fresh := ID(0, 0), ID(0, 2)
 	half, most := []Hit{{Rank: holder, Tokens: 5000}}, []Hit{{Rank: holder, Tokens: 9000}}
@@ -72,7 +73,7 @@ func TestANewRankGetsPromptsWithoutAHome(t *testing.T) {
 	}
 }
 
-// Ranks that begin together have equally empty caches: none of them is new.
+// RA6: Ranks that begin together have equally empty caches: none of them is new.
 func TestRanksThatBeginTogetherAreNotNew(t *testing.T) {
 	for _, p := range creditPolicies(t) {
 		r := NewRouter(p, 5)

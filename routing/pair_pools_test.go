@@ -136,10 +136,10 @@ func playPools(t require.TestingT, policy, decide string, prefills, decodes, cli
 	return s
 }
 
-// TestPairSharesOfUnequalPools: one prefill rank and five decode ranks. However the requests are decided,
-// each decode rank gets 15 to 25 % of requests of about one length. Of requests of very different lengths
-// every rank has its part too. It may be smaller: mex gives short prompts to ranks that decode much and long
-// ones to those that decode little.
+// RT5: one prefill rank and five decode ranks. However the requests are decided, each decode rank gets 15 to
+// 25 % of requests of about one length. Of requests of very different lengths every rank has its part too. It
+// may be smaller: mex gives short prompts to ranks that decode much and long ones to those that decode
+// little.
 func TestPairSharesOfUnequalPools(t *testing.T) {
 	for _, policy := range []string{"power-of-two", "least-loaded", "round-robin", "kv", "mex"} {
 		for _, decide := range []string{"isl", "always", "prefill-load", "mex"} {

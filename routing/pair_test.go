@@ -340,6 +340,9 @@ func decidePair(t require.TestingT, decide string, tokens int, change func(c *pa
 	return d
 }
 
+// LG49: a pair decision with a prefill rank that a queue names: a long prompt, by cost, a short prompt, a
+// rank that has met no decode rank: that rank, though others have less to do; the decode rank alone for the
+// short prompt; `not_prewarmed`.
 func TestPairReasons(t *testing.T) {
 	holds := func(share int) func(*pairCase) { // every decode rank holds share percent
 		return func(c *pairCase) {
@@ -570,7 +573,7 @@ func TestPairRouterIsConcurrent(t *testing.T) {
 	}
 }
 
-// TestPairOrderOfRegistration: decode ranks that come first change nothing.
+// PD4: decode ranks that come first change nothing.
 func TestPairOrderOfRegistration(t *testing.T) {
 	decide := func(decodeFirst bool) (out []string) {
 		p, d := NewRouter(newPolicy(t, "mex"), 1), NewRouter(newPolicy(t, "mex"), 2)

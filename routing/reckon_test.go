@@ -75,8 +75,8 @@ func TestWorkGoesDownWhileAPromptIsComputed(t *testing.T) {
 	assert.Equal(t, Load{F: 1, R: 1, Q: second - hit, K: first, Kq: second}, loadOf(s.r, s.rank))
 }
 
-// The prompt that is first counts as being prefilled, the others as waiting: least-loaded then is vLLM's 4·W
-// + (F+R).
+// RA1: The prompt that is first counts as being prefilled, the others as waiting: least-loaded then is vLLM's
+// 4·W + (F+R).
 func TestTheFirstPromptIsPrefilling(t *testing.T) {
 	s := newTold(LeastLoaded{})
 	for key := range uint64(4) {
@@ -95,8 +95,8 @@ func TestTheFirstPromptIsPrefilling(t *testing.T) {
 	assert.Equal(t, Load{}, loadOf(s.r, s.rank))
 }
 
-// A rank's prompts go down at the speed that the rank has shown: five times slower, or by a cost model that
-// is 30 % wrong.
+// RA1: A rank's prompts go down at the speed that the rank has shown: five times slower, or by a cost model
+// that is 30 % wrong.
 func TestWorkGoesDownAtTheRanksOwnSpeed(t *testing.T) {
 	const tokens = 4096
 	for _, slowness := range []float64{0.1, 0.7, 1, 1.3, 5} {
@@ -194,7 +194,7 @@ func checkReckoned(t *rapid.T, r *Router) {
 	}
 }
 
-// Whatever comes in whatever order at whatever time: the work left is neither negative nor more than the
+// RA1: Whatever comes in whatever order at whatever time: the work left is neither negative nor more than the
 // whole, goes down while nothing comes, and is exactly zero when all has ended.
 func TestReckonedWorkIsWithinTheWhole(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
@@ -238,7 +238,7 @@ func TestReckonedWorkIsWithinTheWhole(t *testing.T) {
 	})
 }
 
-// What explain shows is what a pick at the same instant sees, while prompts are under way.
+// RA1: What explain shows is what a pick at the same instant sees, while prompts are under way.
 func TestExplainShowsTheReckonedWork(t *testing.T) {
 	for _, p := range allPolicies(t) {
 		r := routerWith(p, 3, 100)

@@ -115,7 +115,7 @@ func TestUsageWithoutReports(t *testing.T) {
 	assert.Equal(t, Route, pick(r, Request{ID: 99, Tokens: 100}).Kind)
 }
 
-// A rank whose engine reports no more is judged by its own account, and its queue is woken.
+// RP10: A rank whose engine reports no more is judged by its own account, and its queue is woken.
 func TestUsageThatIsNotKnownAnyMoreFreesTheRank(t *testing.T) {
 	r := routerWith(PowerOfTwo{}, 1, 9)
 	half, woken := 0.5, 0

@@ -159,8 +159,8 @@ func TestTextTreeNewIncarnationBeginsEmpty(t *testing.T) {
 	require.Zero(t, tree.chars)
 }
 
-// TestSmallSuffixesFillATree: prompts that share all but their last byte are bounded by the nodes that they
-// take, not by their text.
+// RP21: prompts that share all but their last byte are bounded by the nodes that they take, not by their
+// text.
 func TestSmallSuffixesFillATree(t *testing.T) {
 	a := ID(0, 0)
 	const limit = 256 << 10
@@ -176,7 +176,7 @@ func TestSmallSuffixesFillATree(t *testing.T) {
 		"the newest is there")
 }
 
-// TestAPathIsBounded: a conversation that grows by a byte a turn does not make every insert touch more nodes.
+// RP21: a conversation that grows by a byte a turn does not make every insert touch more nodes.
 func TestAPathIsBounded(t *testing.T) {
 	a := ID(0, 0)
 	tree := newTextTree(&View{Ranks: []Rank{{ID: a}}}, maxTreeChars)
@@ -192,7 +192,7 @@ func TestAPathIsBounded(t *testing.T) {
 	require.Equal(t, maxTextChars, tree.match(long).length, "of a long prompt the beginning")
 }
 
-// TestASweepIsDoneInSteps: what a sweep takes out is spread over events, and goes on down to its target.
+// RP21: what a sweep takes out is spread over events, and goes on down to its target.
 func TestASweepIsDoneInSteps(t *testing.T) {
 	a := ID(0, 0)
 	v := &View{Ranks: []Rank{{ID: a}}, Now: 1}
@@ -265,8 +265,7 @@ func TestTheSmallestTreeIsCountedInCharacters(t *testing.T) {
 	}
 }
 
-// TestTextPoliciesFollowWhatOtherIngressesSent: the longer of the own tree's match and of what the ranks'
-// records say counts.
+// RA5: the longer of the own tree's match and of what the ranks' records say counts.
 func TestTextPoliciesFollowWhatOtherIngressesSent(t *testing.T) {
 	for _, p := range []Policy{
 		newPolicy(t, "prefix-aware"), tuned(t, "prefix-aware"),

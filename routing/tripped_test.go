@@ -10,8 +10,8 @@ import (
 	"pgregory.net/rapid"
 )
 
-// TestLawTrippedRanksAreLeftOutUpToTheCap: whatever happens to the ranks, those that tripped first are left
-// out, at most 30 % of the ready ones or one, and never the last.
+// RP11: whatever happens to the ranks, those that tripped first are left out, at most 30 % of the ready ones
+// or one, and never the last.
 func TestLawTrippedRanksAreLeftOutUpToTheCap(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		r := NewRouter(LeastLoaded{}, 1)

@@ -62,7 +62,7 @@ func TestHF50WhatHasServedComesBack(t *testing.T) {
 	}
 }
 
-// Hundred ranks that end at one moment do not start at one.
+// HF50: Hundred ranks that end at one moment do not start at one.
 func TestRestartsAreSpread(t *testing.T) {
 	c := newFleet(t, newHost("a", 100))
 	c.deploy(sim("chat", 100, app.Independent))
@@ -147,7 +147,7 @@ func TestHF51UnitsLeaveANodeOnWhichTheyDoNotStart(t *testing.T) {
 	}
 }
 
-// Where no other node has room a unit stays, and a group leaves only the node that said that it failed.
+// HF51: Where no other node has room a unit stays, and a group leaves only the node that said that it failed.
 func TestAvoidedNodesAreTakenWithoutOtherRoom(t *testing.T) {
 	c := failsOnA(t, newHost("a", 2), newHost("b", 1))
 	c.deploy(sim("chat", 3, app.Independent))
@@ -180,7 +180,7 @@ func TestAvoidedNodesAreTakenWithoutOtherRoom(t *testing.T) {
 	assert.NotContains(t, view{c.core}.Status()[0].Message, "node b")
 }
 
-// The marks are bounded by what there is: they end with their time, and with the application.
+// HF51: The marks are bounded by what there is: they end with their time, and with the application.
 func TestAvoidancesEnd(t *testing.T) {
 	c := failsOnA(t, newHost("a", 2), newHost("b", 0))
 	for i := range 3 {

@@ -46,8 +46,8 @@ func (c *fleet) cut(cut bool, ids ...string) {
 	}
 }
 
-// The leader's own node is silent too, so the leader is the fault. No node is lost, and a node that renews
-// within another lease stays.
+// HF2: The leader's own node is silent too, so the leader is the fault. No node is lost, and a node that
+// renews within another lease stays.
 func TestLeaderThatHearsNobodyBlamesItself(t *testing.T) {
 	c, downs := ledBy(t, "a", "b", "c")
 	c.cut(true, "a", "b", "c")
@@ -80,7 +80,7 @@ func TestHalfOfTheNodesMayBeLost(t *testing.T) {
 	}
 }
 
-// The only control node cannot be replaced, and two of its three nodes are dead.
+// HF2: The only control node cannot be replaced, and two of its three nodes are dead.
 func TestDeadMajorityIsLostAtTheSecondLook(t *testing.T) {
 	c, downs := ledBy(t, "a", "b", "c")
 	c.hosts["c"].cut = true
@@ -95,7 +95,7 @@ func TestDeadMajorityIsLostAtTheSecondLook(t *testing.T) {
 	assert.Equal(t, 2, c.saw("node_lost"))
 }
 
-// The next leader has never heard the dead nodes, so their silence does not speak against it.
+// HF2: The next leader has never heard the dead nodes, so their silence does not speak against it.
 func TestNextLeaderDecidesOnADeadMajority(t *testing.T) {
 	c, downs := ledBy(t, "a", "b", "c", "d", "e")
 	c.cut(true, "c", "d", "e")
@@ -175,7 +175,8 @@ func silentNode(t *testing.T, r *rig) (say func(id string), beat func(time.Durat
 	}
 }
 
-// Without a majority no node is lost. When the majority is back, the node has renewed before the question.
+// HF2: Without a majority no node is lost. When the majority is back, the node has renewed before the
+// question.
 func TestLossIsConfirmedFirst(t *testing.T) {
 	var asked atomic.Int32
 	var follows atomic.Bool
@@ -237,7 +238,7 @@ func TestLossWaitsForTheDiskWithoutAWarningEachSecond(t *testing.T) {
 	})
 }
 
-// The renewal and the loss waited for the same majority.
+// HF2: The renewal and the loss waited for the same majority.
 func TestRenewalBeforeTheConfirmationWithdrawsTheLoss(t *testing.T) {
 	var speak func(id string)
 	rigged(t, func(c *Config) {

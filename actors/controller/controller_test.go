@@ -255,6 +255,8 @@ func TestStatusShowsWhatWasJustDeployedOrDeleted(t *testing.T) {
 	})
 }
 
+// RG6: rank 5 of 8 fails at start, always; then once: always: 3 attempts 1 and 2 s apart, then DEPLOY_FAILED
+// with up to its last 20 log lines, none ever routable; once: RUNNING on attempt 2.
 func TestFailedStartsThroughTheActor(t *testing.T) {
 	rigged(t, nil, func(t *testing.T, r *rig) {
 		r.agent.refuse(problem.New(problem.Conflict, "stale epoch"))

@@ -108,8 +108,8 @@ func (c *fleet) plan(prune bool, apps ...*app.Application) client.Plan {
 	return p
 }
 
-// TestPlanAndNodesShowShares: free and needed shares of each node, and which ranks share which device, with
-// those of applications that the plan is not about. Sums are exact.
+// HF77: free and needed shares of each node, and which ranks share which device, with those of applications
+// that the plan is not about. Sums are exact.
 func TestPlanAndNodesShowShares(t *testing.T) {
 	a := newHost("a", 8)
 	a.node.Resources.Devices = []int{0, 1}

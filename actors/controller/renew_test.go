@@ -266,7 +266,7 @@ func (w *world) hearPresent(node, unit string) {
 	w.hears[node][unit] = e
 }
 
-// Neither this leader nor the next one takes a unit for gone because its node reports an event kind of a
+// MB6: Neither this leader nor the next one takes a unit for gone because its node reports an event kind of a
 // later version.
 func TestUnitWithNewsOfALaterVersionStaysReady(t *testing.T) {
 	w := newWorld(t, node("a", 4))

@@ -273,8 +273,8 @@ func (l *lossy) unsettled() string {
 	return ""
 }
 
-// Whatever the network, the nodes and the leaders do: never two accepted holders of (rank, epoch), no epoch
-// twice, and in the end what runs is what is granted.
+// RG3, SK7: Whatever the network, the nodes and the leaders do: never two accepted holders of (rank, epoch),
+// no epoch twice, and in the end what runs is what is granted.
 func TestRG3OldIncarnationReturns(t *testing.T) {
 	seeds := uint64(200)
 	if testing.Short() {

@@ -83,6 +83,7 @@ func TestUnitInBackoffIsNotShownUnreachable(t *testing.T) {
 	assert.NotContains(t, s.Message, "unreachable")
 }
 
+// ST1: ages and restarts survive a change of leader.
 func TestAgesAndRestartsSurviveAChangeOfLeader(t *testing.T) {
 	a, b := newHost("a", 2), newHost("b", 2)
 	c := newFleet(t, a, b)
@@ -154,6 +155,7 @@ func (c *fleet) waitingAt(t *testing.T, node string) []msg.Waiting {
 	return c.lease[node].Lease.Waiting
 }
 
+// ST2: lease tells ingresses which units find no room.
 func TestLeaseTellsIngressesWhichUnitsFindNoRoom(t *testing.T) {
 	c := newFleet(t, newHost("a", 4), newHost("b", 6))
 	worker := newHost("w", 0)

@@ -13,7 +13,7 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// Each rank starts elsewhere when it has ended, while another one drains for half an hour.
+// HF40: Each rank starts elsewhere when it has ended, while another one drains for half an hour.
 func TestRanksOfAStoppingNodeStartElsewhere(t *testing.T) {
 	c := newFleet(t, newHost("a", 4), newHost("b", 4))
 	c.deploy(sim("chat", 3, app.Independent))
@@ -52,7 +52,7 @@ func TestRanksOfAStoppingNodeStartElsewhere(t *testing.T) {
 	assert.Equal(t, "a:0", c.where("more/0/0"), "the next process of the node is like any other")
 }
 
-// The order was on its way when the node was told to end. That is neither a failed start nor a missing
+// HF40: The order was on its way when the node was told to end. That is neither a failed start nor a missing
 // answer.
 func TestStartMeetsANodeThatStops(t *testing.T) {
 	c := newFleet(t, newHost("a", 4), newHost("b", 4))
@@ -64,7 +64,7 @@ func TestStartMeetsANodeThatStops(t *testing.T) {
 	assert.Zero(t, c.saw("restart"))
 }
 
-// The units wait, say why, and start on the node's next process.
+// HF40: The units wait, say why, and start on the node's next process.
 func TestNoRoomBesideANodeThatStops(t *testing.T) {
 	c := newFleet(t, newHost("a", 2), newHost("b", 1))
 	c.deploy(sim("chat", 3, app.Independent))
@@ -127,7 +127,8 @@ func TestStoppingNodeUnderANewLeader(t *testing.T) {
 	assert.Equal(t, "a:0", c.where("chat/0/0"))
 }
 
-// The first end of the process is free. Before the third start there is a pause; then the unit has failed.
+// HF42: The first end of the process is free. Before the third start there is a pause; then the unit has
+// failed.
 func TestUnitThatTakesItsNodeDown(t *testing.T) {
 	c := newFleet(t, newHost("a", 4))
 	c.deploy(sim("good", 2, app.Independent))
@@ -164,7 +165,8 @@ func TestUnitThatTakesItsNodeDown(t *testing.T) {
 	assert.Empty(t, c.core.avoided, "the node is not to blame")
 }
 
-// The other units start as slowly. Which unit was the cause shows when each makes its last attempt alone.
+// HF42: The other units start as slowly. Which unit was the cause shows when each makes its last attempt
+// alone.
 func TestUnitsBesideOneThatTakesTheNodeDown(t *testing.T) {
 	for _, bad := range []string{"chat/0/0", "chat/0/1", "chat/0/2"} {
 		for _, newLeader := range []bool{false, true} { // the leader is on the node that ends
@@ -198,7 +200,7 @@ func TestUnitsBesideOneThatTakesTheNodeDown(t *testing.T) {
 	}
 }
 
-// A node that is told to end during a start, again and again, and one that is killed once.
+// HF42: A node that is told to end during a start, again and again, and one that is killed once.
 func TestStoppedNodesFailNothing(t *testing.T) {
 	for _, reports := range []bool{true, false} { // whether its last report is lost
 		c := newFleet(t, newHost("a", 4))

@@ -251,7 +251,7 @@ func kinds(records []msg.Record) []msg.RecordKind {
 	return out
 }
 
-// TestTheStreamTellsARequestsSession: every ingress must know on which rank a session is.
+// RA5: every ingress must know on which rank a session is.
 func TestTheStreamTellsARequestsSession(t *testing.T) {
 	withRank(t, 2, true, func(t *testing.T, r *testRig) {
 		r.ask(func(a *msg.Admit) { a.Session = 99 })

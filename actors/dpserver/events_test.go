@@ -530,7 +530,7 @@ func TestTransfersOfAPool(t *testing.T) {
 	})
 }
 
-// TestKVUsageExpires: the last report of an engine that does not answer any more keeps no requests away.
+// RP10: the last report of an engine that does not answer any more keeps no requests away.
 func TestKVUsageExpires(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		threshold := 0.9

@@ -17,7 +17,7 @@ import (
 	"github.com/dpserve/dpserve/internal/engine"
 )
 
-// TestWhichAnswersTripARank: x failed, o was good, p takes a failure back.
+// RP44: x failed, o was good, p takes a failure back.
 func TestWhichAnswersTripARank(t *testing.T) {
 	for _, x := range []struct {
 		answers string
@@ -51,7 +51,7 @@ func TestWhichAnswersTripARank(t *testing.T) {
 	}
 }
 
-// TestAPardonEndsATrip: the failure that tripped the rank is taken back.
+// RP44: the failure that tripped the rank is taken back.
 func TestAPardonEndsATrip(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		for range 5 {
@@ -66,6 +66,7 @@ func TestAPardonEndsATrip(t *testing.T) {
 	})
 }
 
+// RP44: five failures trip and a canary clears.
 func TestFiveFailuresTripAndACanaryClears(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		fail := func(n int) {
@@ -151,8 +152,8 @@ func TestThreeFailedCanariesGiveAnOwnedEngineUp(t *testing.T) {
 	}
 }
 
-// TestATrippedEngineThatStreamsIsNotGivenUp: failed canaries fence an engine only if no token came out since
-// the last sign. The tokens that canaries ask for themselves are no sign.
+// HF55: failed canaries fence an engine only if no token came out since the last sign. The tokens that
+// canaries ask for themselves are no sign.
 func TestATrippedEngineThatStreamsIsNotGivenUp(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		r.engine.set(func(f *fakeEngine) { f.canary, f.counters.Seen = errors.New("500"), true })
@@ -181,6 +182,7 @@ func TestATrippedEngineThatStreamsIsNotGivenUp(t *testing.T) {
 	})
 }
 
+// RP48: an engine busy answer fills the rank.
 func TestAnEngineBusyAnswerFillsTheRank(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		first, other := r.ask().Ticket.ID, r.ask().Ticket.ID
@@ -203,7 +205,7 @@ func TestAnEngineBusyAnswerFillsTheRank(t *testing.T) {
 	})
 }
 
-// TestAnEngineSaysHowLongItIsBusy: no request that ends meanwhile, and no shorter time, ends that.
+// RP48: no request that ends meanwhile, and no shorter time, ends that.
 func TestAnEngineSaysHowLongItIsBusy(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		first, second, other := r.ask().Ticket.ID, r.ask().Ticket.ID, r.ask().Ticket.ID
@@ -274,6 +276,12 @@ func TestAFailedConnectionIsProbedAtOnce(t *testing.T) {
 	})
 }
 
+// RP50: a stream with gaps of 40 s, near and far; a rank with open requests and no progress, with and without
+// `/metrics`, whose canary is answered or fails; a short `between_tokens_s`; a rank fenced for another
+// reason; a lockstep group; one stream that is silent beside a working engine: the stream goes on and its
+// rank is not tripped; a failed canary fences the rank as `stalled` and cuts its streams and those of its
+// group at once, any other fence none; the one stream ends after `first_token_s` as `silent_stream` and trips
+// nothing.
 func TestStalls(t *testing.T) {
 	stuck := errors.New("time-out")
 	cases := map[string]struct {
@@ -336,8 +344,8 @@ func TestStalls(t *testing.T) {
 	}
 }
 
-// TestASilentEngineIsFencedWhenNothingMoves: an engine that hangs is out after as long as ever, and one that
-// stood still for a while goes on. The engine's canary finds no place before or after.
+// HF55, HF56: an engine that hangs is out after as long as ever, and one that stood still for a while goes
+// on. The engine's canary finds no place before or after.
 func TestASilentEngineIsFencedWhenNothingMoves(t *testing.T) {
 	const never, soon, late = time.Duration(0), 16 * time.Second, 31 * time.Second
 	for name, c := range map[string]struct {
@@ -411,7 +419,7 @@ func TestASilentEngineIsFencedWhenNothingMoves(t *testing.T) {
 	}
 }
 
-// TestAStallIsDecidedAlsoWhenItsRequestsEnd: an ingress gives its streams up at the same time.
+// HF56: an ingress gives its streams up at the same time.
 func TestAStallIsDecidedAlsoWhenItsRequestsEnd(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		r.engine.set(func(f *fakeEngine) { f.full = true })
@@ -534,8 +542,8 @@ func TestDefaultsArePinned(t *testing.T) {
 		[...]time.Duration{healthPeriod(&none), healthTimeout(&none), stallTimeout(&none)})
 }
 
-// TestAnEngineThatSaysThatItDoesNotCompute leaves routing at its first word and comes back at its next. It is
-// not fenced, though its open requests stand still and no canary is answered.
+// RP51, RP52: TestAnEngineThatSaysThatItDoesNotCompute leaves routing at its first word and comes back at its
+// next. It is not fenced, though its open requests stand still and no canary is answered.
 func TestAnEngineThatSaysThatItDoesNotCompute(t *testing.T) {
 	for title, say := range map[string]func(f *fakeEngine, isAway bool){
 		msg.CauseAsleep: func(f *fakeEngine, isAway bool) { f.counters.Asleep = isAway },

@@ -34,8 +34,7 @@ func (r *testRig) assertFirstTokens(want ...uint64) {
 	assert.Equal(r.t, want, ids)
 }
 
-// TestAnAnswerThatIsNotStreamedLeavesPrefillWhenItIsPredictedToBeDone: after all earlier prefill, and never
-// before.
+// RP14: after all earlier prefill, and never before.
 func TestAnAnswerThatIsNotStreamedLeavesPrefillWhenItIsPredictedToBeDone(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		r.node.PrefillTime = perToken
@@ -100,8 +99,7 @@ func (r *testRig) openRequests(t *testing.T) map[uint64]msg.OpenRequest {
 	return out
 }
 
-// TestAPredictionEndsWithItsTicket: neither an answer before the predicted time nor a new incarnation leaves
-// an entry.
+// RP14: neither an answer before the predicted time nor a new incarnation leaves an entry.
 func TestAPredictionEndsWithItsTicket(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		r.node.PrefillTime = perToken
@@ -129,8 +127,7 @@ func TestAPredictedFirstTokenSaysNothingOfTheEngine(t *testing.T) {
 	})
 }
 
-// TestKVEventsCorrectAPrediction: the engine's events show when the prompt is computed, earlier or later than
-// predicted.
+// RP14: the engine's events show when the prompt is computed, earlier or later than predicted.
 func TestKVEventsCorrectAPrediction(t *testing.T) {
 	withPublisher(t, true, false, func(t *testing.T, r *testRig, p *publisher) {
 		r.node.PrefillTime = perToken

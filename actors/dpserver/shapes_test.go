@@ -87,9 +87,9 @@ func TestKV1EveryShapeMakesOneIndex(t *testing.T) {
 	}
 }
 
-// TestSaltedBlocksOfSGLang: blocks of a request with a cache_salt are cached for that salt alone. Should an
-// engine name the blocks of two salts alike, the second ones are not believed, and no removal leaves a block
-// that the engine has dropped.
+// RP31: blocks of a request with a cache_salt are cached for that salt alone. Should an engine name the
+// blocks of two salts alike, the second ones are not believed, and no removal leaves a block that the engine
+// has dropped.
 func TestSaltedBlocksOfSGLang(t *testing.T) {
 	tokens := []uint32{1, 2, 3, 4, 5, 6, 7, 8}
 	event := func(first int, parent any, ids []uint32, salt string) map[string]any {

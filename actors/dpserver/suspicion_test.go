@@ -11,7 +11,7 @@ import (
 	"github.com/dpserve/dpserve/internal/engine"
 )
 
-// TestWhatRefutesASuspicion: each sign after a suspicion that canaries have confirmed.
+// FS8, HF55, RP50: each sign after a suspicion that canaries have confirmed.
 func TestWhatRefutesASuspicion(t *testing.T) {
 	signs := map[string]func(g *healthGate, at time.Time){
 		"nothing":             func(*healthGate, time.Time) {},
@@ -70,6 +70,7 @@ func TestWhatRefutesASuspicion(t *testing.T) {
 	}
 }
 
+// HF55: when a rank is fenced.
 func TestWhenARankIsFenced(t *testing.T) {
 	const patience = 30 * time.Second
 	silent, failed := context.DeadlineExceeded, errors.New("500")
@@ -113,7 +114,7 @@ func TestWhenARankIsFenced(t *testing.T) {
 	}
 }
 
-// TestACanaryBeforeASignDoesNotCount: an engine that worked while a canary waited had no time for it.
+// HF55: an engine that worked while a canary waited had no time for it.
 func TestACanaryBeforeASignDoesNotCount(t *testing.T) {
 	begin := time.Unix(1000, 0)
 	g := newHealthGate(begin)

@@ -26,8 +26,8 @@ func checkTurns(t *rapid.T, s *turns, free int) {
 	require.LessOrEqual(t, len(s.places), maxPlaces)
 }
 
-// TestLawOfTurns: whatever the ingresses do, room is refused only if it is taken or held for another ingress,
-// and held room is taken or free again after a bounded time.
+// RP6, RP10: whatever the ingresses do, room is refused only if it is taken or held for another ingress, and
+// held room is taken or free again after a bounded time.
 func TestLawOfTurns(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var s turns
@@ -116,7 +116,7 @@ func TestLawTheOnlyIngressIsNeverHeldUp(t *testing.T) {
 	})
 }
 
-// TestLawTurnsAreEqual: ingresses that wait all the time get equally many turns, however late they take them.
+// RP6: ingresses that wait all the time get equally many turns, however late they take them.
 func TestLawTurnsAreEqual(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var s turns
@@ -196,6 +196,7 @@ func TestFreedRoomIsHeldForTheIngressThatWaits(t *testing.T) {
 	})
 }
 
+// RP6: a turn that is not taken passes on.
 func TestATurnThatIsNotTakenPassesOn(t *testing.T) {
 	wait := func(r *testRig, ingress string,
 		waits bool,
@@ -267,6 +268,10 @@ func TestABusyEngineHoldsNoRoom(t *testing.T) {
 	})
 }
 
+// RP10: requests with `n` and lists of prompts, more than a rank has room for, beside others; `/tokenize`
+// beside a full rank; an engine above busy_threshold whose metrics then do not answer: They count as n ×
+// prompts, at most as the whole rank, and come to their turn; 400 above 1,024; tokenizing takes no place;
+// after five missed reports the rank is judged by its own account.
 func TestSequencesWeigh(t *testing.T) {
 	weigh := func(r *testRig, ingress string, n int) msg.AdmitReply {
 		return r.ask(func(a *msg.Admit) { a.Ingress, a.Weight = ingress, n })
@@ -295,6 +300,7 @@ func TestSequencesWeigh(t *testing.T) {
 	})
 }
 
+// RP10: collecting ends with the request that it is for.
 func TestCollectingEndsWithTheRequestThatItIsFor(t *testing.T) {
 	withRank(t, 4, true, func(t *testing.T, r *testRig) {
 		require.Equal(t, msg.Granted, r.askFor("a").Refusal)

@@ -31,8 +31,7 @@ func liveHeap() int64 {
 	return int64(m.HeapAlloc)
 }
 
-// TestAnnouncedBodiesCostNothing: 100 clients announce 16 MiB, send a byte and wait. Memory is taken as bytes
-// arrive.
+// RP7: 100 clients announce 16 MiB, send a byte and wait. Memory is taken as bytes arrive.
 func TestAnnouncedBodiesCostNothing(t *testing.T) {
 	const clients = 100
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
@@ -56,8 +55,7 @@ func TestAnnouncedBodiesCostNothing(t *testing.T) {
 	eventually(t, func() bool { _, _, n := g.in.Totals(); return n == 0 }, "all have left")
 }
 
-// TestBodiesAreGivenBackAtTheFirstByte: a stream keeps no memory of its request, whichever way it took to the
-// engine.
+// RP7: a stream keeps no memory of its request, whichever way it took to the engine.
 func TestBodiesAreGivenBackAtTheFirstByte(t *testing.T) {
 	const streams = 6
 	for name, size := range map[string]int{"small": 10, "direct": 400 << 10, "transport": 3 << 19} {
@@ -84,8 +82,8 @@ func TestBodiesAreGivenBackAtTheFirstByte(t *testing.T) {
 	}
 }
 
-// TestBodiesAreHeldToABudget: bodies that wait for their answer count. Above the budget a request is refused
-// with Retry-After, and served once another request has its answer.
+// RP7: bodies that wait for their answer count. Above the budget a request is refused with Retry-After, and
+// served once another request has its answer.
 func TestBodiesAreHeldToABudget(t *testing.T) {
 	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends()}, limits: Limits{BodyBytes: 1 << 20}})
@@ -110,9 +108,8 @@ func TestBodiesAreHeldToABudget(t *testing.T) {
 	assert.Equal(t, 404, g.post("/v1/completions", strings.Replace(body, "demo", "nobody", 1)).status)
 }
 
-// TestBodyMemoryFollowsWhatHasCome: a buffer has the smallest size first, is then at most four times as large
-// as its content up to 64 KiB, then at most 1 MiB, and twice as large after that; it has room for the body
-// and one byte more.
+// RP7: a buffer has the smallest size first, is then at most four times as large as its content up to 64 KiB,
+// then at most 1 MiB, and twice as large after that; it has room for the body and one byte more.
 func TestBodyMemoryFollowsWhatHasCome(t *testing.T) {
 	for _, size := range []int{
 		0, 1, bodySizes[0] - 1, bodySizes[0], bodySizes[1], 400 << 10, bodySizes[3],
@@ -142,8 +139,8 @@ func TestBodyMemoryFollowsWhatHasCome(t *testing.T) {
 	}
 }
 
-// TestBodyBudget: the budget follows the largest body, up to 2 GiB, and the memory limit, and always has room
-// for some bodies. A body that may be held fits into half of it.
+// RP54: the budget follows the largest body, up to 2 GiB, and the memory limit, and always has room for some
+// bodies. A body that may be held fits into half of it.
 func TestBodyBudget(t *testing.T) {
 	for _, c := range []struct{ maxBody, memory, want, held int64 }{
 		{DefaultMaxBody, 0, 512 << 20, DefaultMaxBody},
@@ -163,8 +160,8 @@ func TestBodyBudget(t *testing.T) {
 	assert.EqualValues(t, 5, Limits{BodyBytes: 5, MaxBody: DefaultMaxBody}.bodyBudget(1))
 }
 
-// TestBodyPace: a body may pause for less than a window, must bring the least rate over each window, and must
-// be complete after four.
+// RP7: a body may pause for less than a window, must bring the least rate over each window, and must be
+// complete after four.
 func TestBodyPace(t *testing.T) {
 	prompt := func(n int) string { return `{"model":"x","prompt":"` + strings.Repeat("x", n) + `"}` }
 	for name, c := range map[string]struct {
@@ -269,7 +266,7 @@ func TestPromptMemoryShrinks(t *testing.T) {
 	assert.Nil(t, shared.giveMemory().blocks, "an actor may still read them")
 }
 
-// TestLargeBodiesPass: a body above the default limit reaches its engine whole, where the limit allows it.
+// RP13: a body above the default limit reaches its engine whole, where the limit allows it.
 func TestLargeBodiesPass(t *testing.T) {
 	var got atomic.Int64
 	g := newRig(t, options{

@@ -11,7 +11,7 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 )
 
-// TestRequestsWaitForBusyEngines: in whatever words all of them say so, and none is tripped.
+// RP48: in whatever words all of them say so, and none is tripped.
 func TestRequestsWaitForBusyEngines(t *testing.T) {
 	for name, busy := range map[string]http.HandlerFunc{
 		"SGLang": replies(503, `{"object":"error","message":"The request queue is full.","code":503}`),
@@ -48,8 +48,8 @@ func TestRequestsWaitForBusyEngines(t *testing.T) {
 	}
 }
 
-// TestABusyEngineIsFullForEverybody: for as long as it says, up to a minute; its words go to the client that
-// it refused, and others wait for room without asking it.
+// RP48: for as long as it says, up to a minute; its words go to the client that it refused, and others wait
+// for room without asking it.
 func TestABusyEngineIsFullForEverybody(t *testing.T) {
 	for said, want := range map[string]time.Duration{
 		"": time.Second, "0": time.Second, "-5": time.Second, "7": 7 * time.Second,

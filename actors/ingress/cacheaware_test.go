@@ -224,8 +224,8 @@ func TestSessionsStay(t *testing.T) {
 	assert.Greater(t, len(ranks), 1)
 }
 
-// TestSessionsOfOtherIngressesStay: a session that another ingress sent to a rank stays on that rank here
-// too, and the rank is told the session of each request.
+// RA5: a session that another ingress sent to a rank stays on that rank here too, and the rank is told the
+// session of each request.
 func TestSessionsOfOtherIngressesStay(t *testing.T) {
 	g := newRig(t, options{
 		engines: engines(4, replies(200, wholeAnswer)),
@@ -258,7 +258,7 @@ func TestSessionsOfOtherIngressesStay(t *testing.T) {
 	assert.Equal(t, 1, told[0])
 }
 
-// TestTheDefaultPolicyExists: package app names the default policy without importing package routing.
+// RA7: package app names the default policy without importing package routing.
 func TestTheDefaultPolicyExists(t *testing.T) {
 	for _, c := range []app.Coupling{app.Independent, app.Lockstep} {
 		p, err := routing.New(app.DefaultPolicy(c), app.PresetDocumented, nil)
@@ -447,8 +447,8 @@ func TestTokenIdentity(t *testing.T) {
 	assert.Equal(t, app.IdentityTokens, g.in.Identity("demo"))
 }
 
-// TestTokenizeFliesOnce: equal prompts that arrive together share one call, which goes on when the client
-// leaves that came first.
+// RP39: equal prompts that arrive together share one call, which goes on when the client leaves that came
+// first.
 func TestTokenizeFliesOnce(t *testing.T) {
 	e := &tokenizing{wait: make(chan struct{})}
 	g, admits := tokenRig(t, e)

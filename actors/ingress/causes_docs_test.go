@@ -21,7 +21,7 @@ import (
 // go test ./actors/ingress -run TestThePageHasEveryCause -docs
 var writeDocs = flag.Bool("docs", false, "write the table of causes into docs/api.md")
 
-// TestThePageHasEveryCause: docs/api.md has the table by which requests are retried.
+// RP29: docs/api.md has the table by which requests are retried.
 func TestThePageHasEveryCause(t *testing.T) {
 	const page = "../../docs/api.md"
 	const begin, end = "<!-- causes: written by a test -->\n", "<!-- end of causes -->"
@@ -100,7 +100,7 @@ func TestCausesAreThoseOfTheirNeighbours(t *testing.T) {
 	}
 }
 
-// TestWhatCausesShowOfTheLoad: which ends of requests the Router counts on, and which it learns from.
+// RP45: which ends of requests the Router counts on, and which it learns from.
 func TestWhatCausesShowOfTheLoad(t *testing.T) {
 	failed := []dispatch.Cause{
 		dispatch.Unreachable, dispatch.ConnRefused, dispatch.Reset, dispatch.Malformed, dispatch.Redirected,

@@ -9,7 +9,7 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// TestReadyIn: the least time until one of the units of an application may be ready.
+// RP34: the least time until one of the units of an application may be ready.
 func TestReadyIn(t *testing.T) {
 	now := time.Unix(1000, 0)
 	in := func(phase state.Phase, ago time.Duration) comingUnit {

@@ -64,8 +64,8 @@ func (g *rig) idleConns() (n int) {
 	return n
 }
 
-// TestTheLongestIdleConnectionMakesRoom: idle and silent connections that take all places do not block a
-// health check. The connection that was idle for longest is closed, and none that has a request.
+// RP12: idle and silent connections that take all places do not block a health check. The connection that was
+// idle for longest is closed, and none that has a request.
 func TestTheLongestIdleConnectionMakesRoom(t *testing.T) {
 	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, limits: Limits{MaxConns: 4}})
@@ -115,8 +115,7 @@ func TestAConnectionThatWasOpenedInAdvance(t *testing.T) {
 	eventually(t, silent.isClosed, "idle for too long")
 }
 
-// TestAFullPortServesOnceARequestEnds: if every connection has a request, a new connection waits until one
-// request ends.
+// RP12: if every connection has a request, a new connection waits until one request ends.
 func TestAFullPortServesOnceARequestEnds(t *testing.T) {
 	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, limits: Limits{MaxConns: 2}})
@@ -143,7 +142,7 @@ func TestAFullPortServesOnceARequestEnds(t *testing.T) {
 	<-got
 }
 
-// TestAStreamOverHTTP2IsNotIdle: its connection keeps its place, and loses it when nothing runs on it.
+// RP12: its connection keeps its place, and loses it when nothing runs on it.
 func TestAStreamOverHTTP2IsNotIdle(t *testing.T) {
 	var h hangingEngine
 	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, limits: Limits{MaxConns: 1}})

@@ -13,9 +13,9 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 )
 
-// TestRecordsTellTheRouterTheTime: the Router gets the time of each record. The work before a first token
-// decreases from that time on, even if no request is routed in between, and the next prompt begins when the
-// end of the first one is reported.
+// RA1: the Router gets the time of each record. The work before a first token decreases from that time on,
+// even if no request is routed in between, and the next prompt begins when the end of the first one is
+// reported.
 func TestRecordsTellTheRouterTheTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newKVRig(t, 2, 1, app.Routing{Policy: "lpwl", Preset: "documented", Identity: app.IdentityText})

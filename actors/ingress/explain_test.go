@@ -146,8 +146,8 @@ func (b *decisionRig) live(body []byte, h http.Header) *request {
 	return req
 }
 
-// TestRT13LivePickEqualsExplain: in ten thousand random states over every policy, the live path decides what
-// explain has said, bit for bit.
+// RP43, RT13: in ten thousand random states over every policy, the live path decides what explain has said,
+// bit for bit.
 func TestRT13LivePickEqualsExplain(t *testing.T) {
 	t.Parallel()
 	const states = 10_000

@@ -176,8 +176,8 @@ func TestFirstTokenDeadline(t *testing.T) {
 	eventually(t, func() bool { return h.left.Load() == 2 }, "engines see it")
 }
 
-// TestStalledStream: a rank is fenced whose engine failed its probe. Each stream of it is cut at once, also
-// those of the other ranks of its lockstep unit; any other fence leaves them.
+// RP50: a rank is fenced whose engine failed its probe. Each stream of it is cut at once, also those of the
+// other ranks of its lockstep unit; any other fence leaves them.
 func TestStalledStream(t *testing.T) {
 	for name, isLockstep := range map[string]bool{"independent": false, "lockstep": true} {
 		t.Run(name, func(t *testing.T) {
@@ -269,8 +269,8 @@ func TestSlowReader(t *testing.T) {
 	eventually(t, func() bool { return strings.Contains(g.logs.String(), "slow_reader") }, "named in the log")
 }
 
-// TestSlowReaderOverHTTP2: a client that opens the flow-control windows wide and does not read its socket is
-// cut like one of HTTP/1.
+// RP2: a client that opens the flow-control windows wide and does not read its socket is cut like one of
+// HTTP/1.
 func TestSlowReaderOverHTTP2(t *testing.T) {
 	t.Parallel()
 	const streams = 3
@@ -320,8 +320,8 @@ func TestSlowReaderOverHTTP2(t *testing.T) {
 	}
 }
 
-// TestARefusedRequestLeavesItsHTTP2Connection: the requests of many users may share one connection of a
-// proxy, so a refused request does not close it.
+// RP2: the requests of many users may share one connection of a proxy, so a refused request does not close
+// it.
 func TestARefusedRequestLeavesItsHTTP2Connection(t *testing.T) {
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{replies(200, wholeAnswer)},
@@ -372,8 +372,7 @@ func TestARedirectOfAnEngineStaysInside(t *testing.T) {
 	assert.NotContains(t, a.body, "31903")
 }
 
-// TestRanksThatAreGoneAreNoDeathsOfARequest: two ranks that have a request disappear with their nodes; a
-// third rank serves it.
+// RP4: two ranks that have a request disappear with their nodes; a third rank serves it.
 func TestRanksThatAreGoneAreNoDeathsOfARequest(t *testing.T) {
 	for name, c := range map[string]struct {
 		ends   func(r *replica)
@@ -479,8 +478,7 @@ func (r *replica) firstsSeen() int {
 	return r.firsts
 }
 
-// TestAClientOfHTTP10SeesThatItsStreamWasCut: a clean end of its connection would be the end of a complete
-// answer, so the connection is reset.
+// RP15: a clean end of its connection would be the end of a complete answer, so the connection is reset.
 func TestAClientOfHTTP10SeesThatItsStreamWasCut(t *testing.T) {
 	for name, c := range map[string]struct {
 		engine http.HandlerFunc

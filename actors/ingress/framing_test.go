@@ -29,8 +29,8 @@ func raw(t *testing.T, g *rig, text string) string {
 	return string(all)
 }
 
-// TestAmbiguousLengthsAreRefused: a request with two lengths is answered 400, its connection is closed, and
-// its body is not served as a request.
+// RP3, RP39: a request with two lengths is answered 400, its connection is closed, and its body is not served
+// as a request.
 func TestAmbiguousLengthsAreRefused(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	const inner = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
@@ -63,7 +63,7 @@ func TestAmbiguousLengthsAreRefused(t *testing.T) {
 	assert.Zero(t, admits)
 }
 
-// TestFramedRequestsPass: requests with one length are served, also several of them in one read.
+// RP3, RP49b: requests with one length are served, also several of them in one read.
 func TestFramedRequestsPass(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	b := chatBody
@@ -78,7 +78,7 @@ func TestFramedRequestsPass(t *testing.T) {
 	assert.Equal(t, 6, strings.Count(got, "HTTP/1.1 200 "), got)
 }
 
-// FuzzFraming: no request that net/http accepts has two lengths or a folded line, however its bytes are cut,
+// RP3, RP39: no request that net/http accepts has two lengths or a folded line, however its bytes are cut,
 // and a request with one length passes unchanged.
 func FuzzFraming(f *testing.F) {
 	for _, s := range []string{

@@ -52,8 +52,8 @@ func (l countedListener) Accept() (net.Conn, error) {
 	return counted, nil
 }
 
-// TestAPieceLeavesInOneWrite: a piece of an answer that is larger than net/http's buffer is one write to the
-// client, whatever its size, and the client reads the same bytes.
+// RC3: a piece of an answer that is larger than net/http's buffer is one write to the client, whatever its
+// size, and the client reads the same bytes.
 func TestAPieceLeavesInOneWrite(t *testing.T) {
 	for _, size := range []int{100, gatheredFrom, 5000, relayBuffer, relayBuffer + 700, 3 * relayBuffer} {
 		var network memnet.Network

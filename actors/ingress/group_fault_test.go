@@ -62,8 +62,7 @@ func (g *groupRig) fill(max int) {
 	synctest.Wait()
 }
 
-// TestTheGroupRestarts: a rank of the group dies. What waits, waits for the new ranks, at every ingress, and
-// enters them.
+// LG24: a rank of the group dies. What waits, waits for the new ranks, at every ingress, and enters them.
 func TestTheGroupRestarts(t *testing.T) {
 	t.Parallel()
 	inGroupRig(t, groupOptions{ranks: 2, ingresses: 2, max: 2}, func(t *testing.T, g *groupRig) {
@@ -96,7 +95,7 @@ func TestTheGroupRestarts(t *testing.T) {
 	})
 }
 
-// TestTheGroupIsGone: the units of the application fail for good. What waits hears so at once.
+// LG25: the units of the application fail for good. What waits hears so at once.
 func TestTheGroupIsGone(t *testing.T) {
 	t.Parallel()
 	inGroupRig(t, groupOptions{ranks: 2, ingresses: 2, max: 1}, func(t *testing.T, g *groupRig) {
@@ -122,8 +121,8 @@ func TestTheGroupIsGone(t *testing.T) {
 	})
 }
 
-// TestHeldRequestsEnd: a client that leaves is forgotten at once, one that waits for queue_s is told so then,
-// one whose own time is over, then; the bounds of the queue hold; and a rank that is named, is asked.
+// LG26: a client that leaves is forgotten at once, one that waits for queue_s is told so then, one whose own
+// time is over, then; the bounds of the queue hold; and a rank that is named, is asked.
 func TestHeldRequestsEnd(t *testing.T) {
 	t.Parallel()
 	inGroupRig(t, groupOptions{ranks: 2, ingresses: 2, max: 1, app: func(a *app.Application) {
@@ -160,8 +159,8 @@ func TestHeldRequestsEnd(t *testing.T) {
 	})
 }
 
-// TestARankRefusesAReleasedRequest: a rank that refuses a request which the owner has released grants it
-// later, before those that arrived after it.
+// LG27: a rank that refuses a request which the owner has released grants it later, before those that arrived
+// after it.
 func TestARankRefusesAReleasedRequest(t *testing.T) {
 	t.Parallel()
 	inGroupRig(t, groupOptions{ranks: 2, ingresses: 2, max: 8}, func(t *testing.T, g *groupRig) {
@@ -179,7 +178,7 @@ func TestARankRefusesAReleasedRequest(t *testing.T) {
 	})
 }
 
-// TestLongPromptsGoFirst: a prompt above any budget of a cohort waits no longer than the others.
+// LG28: a prompt above any budget of a cohort waits no longer than the others.
 func TestLongPromptsGoFirst(t *testing.T) {
 	t.Parallel()
 	inGroupRig(t, groupOptions{ranks: 2, ingresses: 1, max: 8}, func(t *testing.T, g *groupRig) {
@@ -195,8 +194,8 @@ func TestLongPromptsGoFirst(t *testing.T) {
 	})
 }
 
-// TestTenThousandWait: ten thousand requests wait, from two ingresses. As the ranks get room, the oldest go
-// first; the rest hears after queue_s that there was no room.
+// LG29: ten thousand requests wait, from two ingresses. As the ranks get room, the oldest go first; the rest
+// hears after queue_s that there was no room.
 func TestTenThousandWait(t *testing.T) {
 	t.Parallel()
 	inGroupRig(t, groupOptions{ranks: 2, ingresses: 2, max: 1, app: func(a *app.Application) {
@@ -232,8 +231,8 @@ func TestTenThousandWait(t *testing.T) {
 	})
 }
 
-// TestAPolicyWithoutQueueTakesOver: a deploy that names another policy ends the waiting in the group's queue,
-// also of other ingresses, and one that names cohorts again begins it.
+// LG30: a deploy that names another policy ends the waiting in the group's queue, also of other ingresses,
+// and one that names cohorts again begins it.
 func TestAPolicyWithoutQueueTakesOver(t *testing.T) {
 	t.Parallel()
 	inGroupRig(t, groupOptions{ranks: 2, ingresses: 2, max: 2}, func(t *testing.T, g *groupRig) {
@@ -258,8 +257,8 @@ func TestAPolicyWithoutQueueTakesOver(t *testing.T) {
 	})
 }
 
-// TestAnOwnerThatSeesNoRank: the owner's Router has none of the group's ranks, so it returns what it was
-// given, and the ingress that has the requests releases them itself.
+// LG31: the owner's Router has none of the group's ranks, so it returns what it was given, and the ingress
+// that has the requests releases them itself.
 func TestAnOwnerThatSeesNoRank(t *testing.T) {
 	t.Parallel()
 	inGroupRig(t, groupOptions{ranks: 2, ingresses: 2, max: 8}, func(t *testing.T, g *groupRig) {
@@ -271,8 +270,8 @@ func TestAnOwnerThatSeesNoRank(t *testing.T) {
 	})
 }
 
-// TestClientsOfAGroupTakeTurns: a client with many requests delays the one request of another client by one
-// place, also if it comes over another ingress.
+// LG32: a client with many requests delays the one request of another client by one place, also if it comes
+// over another ingress.
 func TestClientsOfAGroupTakeTurns(t *testing.T) {
 	t.Parallel()
 	inGroupRig(t, groupOptions{ranks: 1, ingresses: 2, max: 1, app: func(a *app.Application) {
@@ -299,8 +298,8 @@ func TestClientsOfAGroupTakeTurns(t *testing.T) {
 	})
 }
 
-// TestTwoGroups: requests go to the group that has less to do, and those that wait for a group which is lost
-// go to the other one.
+// LG33: requests go to the group that has less to do, and those that wait for a group which is lost go to the
+// other one.
 func TestTwoGroups(t *testing.T) {
 	t.Parallel()
 	inGroupRig(t, groupOptions{ranks: 2, ingresses: 2, max: 2, app: func(a *app.Application) {

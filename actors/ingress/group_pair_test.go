@@ -107,9 +107,9 @@ func (g *groupPair) held() (n int) {
 	return n
 }
 
-// TestPrefillPoolsShareSteps: over a busy lockstep group of prefill ranks, prompts wait and enter it
-// together, one on each rank, when the first tokens of the last ones are out; also if the decode ranks are a
-// lockstep group. A prompt that names its prefill rank does not wait.
+// LG37: over a busy lockstep group of prefill ranks, prompts wait and enter it together, one on each rank,
+// when the first tokens of the last ones are out; also if the decode ranks are a lockstep group. A prompt
+// that names its prefill rank does not wait.
 func TestPrefillPoolsShareSteps(t *testing.T) {
 	t.Parallel()
 	for _, coupling := range []app.Coupling{app.Independent, app.Lockstep} {
@@ -140,7 +140,7 @@ func TestPrefillPoolsShareSteps(t *testing.T) {
 	}
 }
 
-// TestPromptsThatStayAreNotHeld: a prompt that no prefill rank is to compute does not wait for one.
+// LG37: a prompt that no prefill rank is to compute does not wait for one.
 func TestPromptsThatStayAreNotHeld(t *testing.T) {
 	t.Parallel()
 	inGroupPair(t, 1, 30*time.Second, func(p, d *app.Application) {
@@ -158,8 +158,8 @@ func TestPromptsThatStayAreNotHeld(t *testing.T) {
 	})
 }
 
-// TestAReleasedPromptCannotBePaired: the rank that the queue names refuses, or has met no decode rank.
-// The requests go on as if they had not waited, and other prefill ranks compute the prompts.
+// LG48: the rank that the queue names refuses, or has met no decode rank. The requests go on as if they had
+// not waited, and other prefill ranks compute the prompts.
 func TestAReleasedPromptCannotBePaired(t *testing.T) {
 	t.Parallel()
 	for name, spoil := range map[string]func(g *groupPair){
@@ -189,8 +189,8 @@ func TestAReleasedPromptCannotBePaired(t *testing.T) {
 	}
 }
 
-// TestHeldForPrefillEnds: a client that leaves while its prompt waits for prefill ranks is forgotten at once,
-// and one that waits for queue_s is told so then.
+// LG48: a client that leaves while its prompt waits for prefill ranks is forgotten at once, and one that
+// waits for queue_s is told so then.
 func TestHeldForPrefillEnds(t *testing.T) {
 	t.Parallel()
 	inGroupPair(t, 1, 30*time.Second, nil, func(t *testing.T, g *groupPair) {
@@ -237,8 +237,8 @@ func (g *groupPair) fillPrefill() {
 	require.Len(g.t, g.engine.arrivals(), n)
 }
 
-// TestAPrefillRankIsLostUnderHeldRequests: a rank of the group dies. What waits does not wait for the new
-// group: decode ranks compute the prompts.
+// LG48: a rank of the group dies. What waits does not wait for the new group: decode ranks compute the
+// prompts.
 func TestAPrefillRankIsLostUnderHeldRequests(t *testing.T) {
 	t.Parallel()
 	inGroupPair(t, 1, 30*time.Second, nil, func(t *testing.T, g *groupPair) {

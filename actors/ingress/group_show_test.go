@@ -11,7 +11,7 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// TestCohortLogForgets: the last minute is that of the clock, in spans of ten seconds.
+// LG44: the last minute is that of the clock, in spans of ten seconds.
 func TestCohortLogForgets(t *testing.T) {
 	t.Parallel()
 	var log cohortLog
@@ -31,8 +31,8 @@ func TestCohortLogForgets(t *testing.T) {
 	assert.Equal(t, client.Cohorts{Count: 3, Requests: 5, Ranks: 4}, log.all)
 }
 
-// TestHeldRequestsAreShown: the node that has the queue says what waits there and why, and the cohort that a
-// request would go with. Another node says where the queue is.
+// LG43: the node that has the queue says what waits there and why, and the cohort that a request would go
+// with. Another node says where the queue is.
 func TestHeldRequestsAreShown(t *testing.T) {
 	t.Parallel()
 	inGroupRig(t, groupOptions{ranks: 4, ingresses: 2, max: 100}, func(t *testing.T, g *groupRig) {

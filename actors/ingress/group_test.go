@@ -25,8 +25,8 @@ func cohortsOf(at []arrival, from time.Time, within time.Duration) (sizes []int)
 	return sizes
 }
 
-// TestPromptsShareSteps: while a lockstep group decodes, prompts wait until there is one for every rank, and
-// enter the group at one instant, one on each rank.
+// LG20: while a lockstep group decodes, prompts wait until there is one for every rank, and enter the group
+// at one instant, one on each rank.
 func TestPromptsShareSteps(t *testing.T) {
 	t.Parallel()
 	inGroupRig(t, groupOptions{ranks: 4, ingresses: 1, max: 100}, func(t *testing.T, g *groupRig) {
@@ -77,8 +77,8 @@ func (g *groupRig) allAnswered(replies []reply, most time.Duration) {
 	}
 }
 
-// TestOneQueueForAllIngresses: the requests of four ingresses wait in one queue, that of the node with the
-// group's first rank, and share cohorts. All ingresses know its owner.
+// LG21: the requests of four ingresses wait in one queue, that of the node with the group's first rank, and
+// share cohorts. All ingresses know its owner.
 func TestOneQueueForAllIngresses(t *testing.T) {
 	t.Parallel()
 	inGroupRig(t, groupOptions{ranks: 4, ingresses: 4, max: 100}, func(t *testing.T, g *groupRig) {
@@ -97,9 +97,9 @@ func TestOneQueueForAllIngresses(t *testing.T) {
 	})
 }
 
-// TestTheOwnerIsLost: the owner of the queue is not reached any more, because it has died, or because one
-// direction is cut. What waits goes to the next owner, keeps its place in time, and is answered once. When
-// the owner is back, it has the queue again.
+// LG22: the owner of the queue is not reached any more, because it has died, or because one direction is cut.
+// What waits goes to the next owner, keeps its place in time, and is answered once. When the owner is back,
+// it has the queue again.
 func TestTheOwnerIsLost(t *testing.T) {
 	t.Parallel()
 	for name, cut := range map[string][2]string{

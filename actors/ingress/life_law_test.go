@@ -78,7 +78,7 @@ func deaths(engines []*mortal) (n int) {
 	return n
 }
 
-// TestARequestKillsAtMostTwoRanks: whether its connections are new or were used, and wherever the ranks are.
+// RP23: whether its connections are new or were used, and wherever the ranks are.
 func TestARequestKillsAtMostTwoRanks(t *testing.T) {
 	for _, warm := range []bool{false, true} {
 		t.Run(fmt.Sprintf("warm %v", warm), func(t *testing.T) {
@@ -108,8 +108,8 @@ func TestARequestKillsAtMostTwoRanks(t *testing.T) {
 	}
 }
 
-// TestASplitRequestKillsAtMostTwoRanks: of both pools together, whether the legs run one after the other, one
-// inside the other, or at once.
+// RP23, RP24: of both pools together, whether the legs run one after the other, one inside the other, or at
+// once.
 func TestASplitRequestKillsAtMostTwoRanks(t *testing.T) {
 	const worker = `{"engine_id":"e7","worker_addr":{"0":{"0":"tcp://10.0.0.1:1"}}}`
 	bootstrap := httptest.NewServer(replies(200, `{"0":`+worker+`,"1":`+worker+`}`))
@@ -305,9 +305,9 @@ func lawPolicies() []string {
 	return slices.DeleteFunc(routing.Names(), func(name string) bool { return name == "direct" })
 }
 
-// TestLawABadRankOfThree: one of three ranks fails every request at once, in any way, under every policy, and
-// the clients are well. Every way happens in each world, but of the statuses one half near and the other far;
-// the policies share them, in each world others.
+// RP25: one of three ranks fails every request at once, in any way, under every policy, and the clients are
+// well. Every way happens in each world, but of the statuses one half near and the other far; the policies
+// share them, in each world others.
 func TestLawABadRankOfThree(t *testing.T) {
 	all, policies := faults(), lawPolicies()
 	for world, name := range []string{"near", "far", "two pools, near", "two pools, far"} {
@@ -345,8 +345,7 @@ func TestLawABadRankOfThree(t *testing.T) {
 	}
 }
 
-// TestRefusalsOfASplitRequest: ranks that refuse are no attempts, and a full one is waited for, as for a
-// request of one pool.
+// RP28: ranks that refuse are no attempts, and a full one is waited for, as for a request of one pool.
 func TestRefusalsOfASplitRequest(t *testing.T) {
 	g := newPairRig(t, pairOptions{prefills: 2, decodes: 8})
 	for _, r := range g.decodes[:6] {

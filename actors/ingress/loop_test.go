@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// An engine's URL leads back to the ingress: one request becomes two, not as many as there are places.
+// RP36: An engine's URL leads back to the ingress: one request becomes two, not as many as there are places.
 func TestARequestThatComesBackIsRefused(t *testing.T) {
 	var back *httputil.ReverseProxy
 	var asked atomic.Int32
@@ -29,6 +29,7 @@ func TestARequestThatComesBackIsRefused(t *testing.T) {
 	assert.EqualValues(t, 1, asked.Load())
 }
 
+// RP36: via names the cluster.
 func TestViaNamesTheCluster(t *testing.T) {
 	var got atomic.Value
 	g := newRig(t, options{engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {

@@ -33,8 +33,8 @@ func TestPressure(t *testing.T) {
 	}
 }
 
-// TestMemoryGuardSamples: one sample serves the requests of 100 ms, a change writes one log line, and a
-// process that refuses requests and therefore collects no garbage starts a collection.
+// RP12: one sample serves the requests of 100 ms, a change writes one log line, and a process that refuses
+// requests and therefore collects no garbage starts a collection.
 func TestMemoryGuardSamples(t *testing.T) {
 	var reads, collects int
 	use := memoryUse{bytes: 10, collections: 1}
@@ -73,7 +73,7 @@ func TestMemoryGuardSamples(t *testing.T) {
 	assert.Equal(t, pressureNone, none.pressure(time.Now()))
 }
 
-// TestMemoryIsWhatTheProcessNeeds: the measure follows the referenced memory and does not contain garbage.
+// RP12: the measure follows the referenced memory and does not contain garbage.
 func TestMemoryIsWhatTheProcessNeeds(t *testing.T) {
 	for range 2 { // the pools of other tests lose their memory with the second one
 		runtime.GC()
@@ -90,8 +90,8 @@ func TestMemoryIsWhatTheProcessNeeds(t *testing.T) {
 	assert.Less(t, readMemory().bytes-before.bytes, int64(16<<20))
 }
 
-// TestNearTheMemoryLimit: requests are refused with Retry-After, running ones go on, and health is answered;
-// at the limit new connections are closed at once.
+// RP12, RP38: requests are refused with Retry-After, running ones go on, and health is answered; at the limit
+// new connections are closed at once.
 func TestNearTheMemoryLimit(t *testing.T) {
 	var used atomic.Int64
 	goOn := make(chan struct{})
@@ -153,7 +153,7 @@ func TestNearTheMemoryLimit(t *testing.T) {
 	assert.Equal(t, 200, g.post("/v1/chat/completions", streamBody).status)
 }
 
-// TestARefusedSmallBodyKeepsItsConnection: clients that send again at once need no new connection.
+// RP38: clients that send again at once need no new connection.
 func TestARefusedSmallBodyKeepsItsConnection(t *testing.T) {
 	g := newRig(t, options{
 		memory:  func() memoryUse { return memoryUse{bytes: 900} },

@@ -72,9 +72,8 @@ func (g *outageRig) ask() (rec *httptest.ResponseRecorder, took time.Duration) {
 	return rec, time.Since(began)
 }
 
-// TestAnOutageOfAttachedEnginesIsAnsweredAtOnce: dpserve does not start attached engines, so requests wait
-// for them as long as a restart under a supervisor takes. After that time waiting requests are refused, and
-// new ones at once.
+// RP17: dpserve does not start attached engines, so requests wait for them as long as a restart under a
+// supervisor takes. After that time waiting requests are refused, and new ones at once.
 func TestAnOutageOfAttachedEnginesIsAnsweredAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newOutageRig(t, app.KindAttach)
@@ -98,7 +97,7 @@ func TestAnOutageOfAttachedEnginesIsAnsweredAtOnce(t *testing.T) {
 	})
 }
 
-// TestTheNextOutageBeginsAnew: requests wait again for a rank that was back and is lost again.
+// RP17: requests wait again for a rank that was back and is lost again.
 func TestTheNextOutageBeginsAnew(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newOutageRig(t, app.KindAttach)
@@ -116,8 +115,8 @@ func TestTheNextOutageBeginsAnew(t *testing.T) {
 	})
 }
 
-// TestRequestsWaitForEnginesThatDpserveStarts: dpserve restarts these engines, so requests wait as long as
-// they may if nobody knows how long that takes. The answer says what they waited for.
+// RP34: dpserve restarts these engines, so requests wait as long as they may if nobody knows how long that
+// takes. The answer says what they waited for.
 func TestRequestsWaitForEnginesThatDpserveStarts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newOutageRig(t, app.KindSim)
@@ -129,7 +128,7 @@ func TestRequestsWaitForEnginesThatDpserveStarts(t *testing.T) {
 	})
 }
 
-// TestNoRequestWaitsForAStartThatTakesLonger than its time in the queue: the last start took 70 s, and
+// RP34: TestNoRequestWaitsForAStartThatTakesLonger than its time in the queue: the last start took 70 s, and
 // requests wait for 60 s.
 func TestNoRequestWaitsForAStartThatTakesLonger(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

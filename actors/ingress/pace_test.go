@@ -17,9 +17,8 @@ import (
 	"github.com/dpserve/dpserve/test/memnet"
 )
 
-// TestASlowReaderIsHeldToARate: a client that takes a few bytes of its stream at intervals, so that no write
-// lasts long, is cut within two windows. A client that takes enough is not cut, nor one that waits for its
-// engine.
+// RP13: a client that takes a few bytes of its stream at intervals, so that no write lasts long, is cut
+// within two windows. A client that takes enough is not cut, nor one that waits for its engine.
 func TestASlowReaderIsHeldToARate(t *testing.T) {
 	for name, c := range map[string]struct {
 		take   int // bytes each second

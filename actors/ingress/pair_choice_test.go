@@ -34,7 +34,7 @@ func TestNotSplit(t *testing.T) {
 	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="ok",way="local"}`, "3")
 }
 
-// TestPrewarm: a pair takes requests only after it has met, and again after a restart of either rank.
+// RP42: a pair takes requests only after it has met, and again after a restart of either rank.
 func TestPrewarm(t *testing.T) {
 	t.Parallel()
 	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1, cold: true})
@@ -62,8 +62,7 @@ func TestPrewarm(t *testing.T) {
 	assert.Contains(t, g.logs.String(), "did not meet")
 }
 
-// TestPrewarmOfALostRank: a rank that is lost ends the warm-up at once. A warm-up takes no ticket and is not
-// counted.
+// RP42: a rank that is lost ends the warm-up at once. A warm-up takes no ticket and is not counted.
 func TestPrewarmOfALostRank(t *testing.T) {
 	t.Parallel()
 	push := attachPools(app.TransferNIXLPush, app.AttachPD{EngineID: "e1", SideChannel: "10.0.0.9:5600"})

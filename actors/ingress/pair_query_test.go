@@ -120,9 +120,9 @@ func randomPairBody(r *rand.Rand) []byte {
 	return text
 }
 
-// TestLivePairEqualsExplain: in random states, under every decider, the live path takes the pair that explain
-// has said, for the same reason and with the same terms, bit for bit. The policies are those whose view does
-// not change with time alone.
+// RP43: in random states, under every decider, the live path takes the pair that explain has said, for the
+// same reason and with the same terms, bit for bit. The policies are those whose view does not change with
+// time alone.
 func TestLivePairEqualsExplain(t *testing.T) {
 	t.Parallel()
 	policies := []string{
@@ -219,7 +219,7 @@ func (g *pairRig) samePair(x *client.Explanation, req *request) {
 	}
 }
 
-// TestExplainPairChangesNothing: both pools and what is counted stay as they were.
+// RP43: both pools and what is counted stay as they were.
 func TestExplainPairChangesNothing(t *testing.T) {
 	t.Parallel()
 	g := newPairRig(t, pairOptions{prefills: 2, decodes: 2, change: decide("isl")})
@@ -324,8 +324,8 @@ func TestPairInfo(t *testing.T) {
 	assert.Equal(t, client.ResetResult{App: "demo", Ranks: 5}, reset)
 }
 
-// TestPairReservation: a reservation takes a place on both ranks. The first token gives the prefill rank's
-// back, the end the decode rank's, and each is given back once.
+// RP41: a reservation takes a place on both ranks. The first token gives the prefill rank's back, the end the
+// decode rank's, and each is given back once.
 func TestPairReservation(t *testing.T) {
 	for name, far := range map[string]bool{"near": false, "far": true} {
 		t.Run(name, func(t *testing.T) {
@@ -373,7 +373,7 @@ func TestPairReservation(t *testing.T) {
 	}
 }
 
-// TestPairReservationIsRefused: if a rank does not admit, nothing stays counted on the other.
+// RP41: if a rank does not admit, nothing stays counted on the other.
 func TestPairReservationIsRefused(t *testing.T) {
 	t.Parallel()
 	g := newPairRig(t, pairOptions{prefills: 2, decodes: 1})
@@ -405,7 +405,7 @@ func TestPairReservationIsRefused(t *testing.T) {
 	require.NoError(t, g.in.Free("demo", "r1"))
 }
 
-// TestPairReservationAsksOn: a reservation has as many refusals as a request.
+// RP41: a reservation has as many refusals as a request.
 func TestPairReservationAsksOn(t *testing.T) {
 	g := newPairRig(t, pairOptions{prefills: 2, decodes: 8})
 	for _, r := range g.decodes[:6] {
@@ -428,7 +428,7 @@ func TestPairReservationAsksOn(t *testing.T) {
 	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="ok",way="remote"}`, "")
 }
 
-// TestExplainWhereEnginesTakeNoPlainRequest: a rank of role both gets what is not split, and explain says so.
+// RP43: a rank of role both gets what is not split, and explain says so.
 func TestExplainWhereEnginesTakeNoPlainRequest(t *testing.T) {
 	g := newPairRig(t, pairOptions{prefills: 1, decodes: 3, cold: true, change: func(p, d *app.Application) {
 		attachPools(app.TransferSGLang, app.AttachPD{Bootstrap: "http://127.0.0.1:1"})(p, d)
@@ -452,7 +452,7 @@ func TestExplainWhereEnginesTakeNoPlainRequest(t *testing.T) {
 	assert.Equal(t, "0/1", w.Worker)
 }
 
-// TestPairReservationExpires: both places come back by themselves.
+// RP41: both places come back by themselves.
 func TestPairReservationExpires(t *testing.T) {
 	g := newPairRig(t, pairOptions{
 		prefills: 1, decodes: 1, timers: Timers{Reservation: 20 * time.Millisecond},

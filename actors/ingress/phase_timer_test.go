@@ -15,7 +15,7 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 )
 
-// TestWhenAGapIsCut: a gap whose rank is looked at each 8 s, checked as the phase timer does.
+// RP50: a gap whose rank is looked at each 8 s, checked as the phase timer does.
 func TestWhenAGapIsCut(t *testing.T) {
 	const every, never = 8 * time.Second, time.Duration(-1)
 	for name, c := range map[string]struct {
@@ -57,7 +57,7 @@ func pauses(silence time.Duration) http.HandlerFunc {
 	}
 }
 
-// TestASilentStreamGoesOn, though nothing shows whether its engine works.
+// RP50: TestASilentStreamGoesOn, though nothing shows whether its engine works.
 func TestASilentStreamGoesOn(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, options{
@@ -86,6 +86,7 @@ func TestASilentStreamGoesOn(t *testing.T) {
 	}
 }
 
+// RP50: a stream that stays silent is cut in the end and trips nothing.
 func TestAStreamThatStaysSilentIsCutInTheEndAndTripsNothing(t *testing.T) {
 	t.Parallel()
 	var h hangingEngine

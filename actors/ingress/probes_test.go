@@ -9,8 +9,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestProbesAnswer: load balancers, Kubernetes and probes written for Ray Serve or vLLM use these paths, with
-// GET and HEAD.
+// RP17: load balancers, Kubernetes and probes written for Ray Serve or vLLM use these paths, with GET and
+// HEAD.
 func TestProbesAnswer(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	hidden := demoApp()
@@ -45,8 +45,7 @@ func TestProbesAnswer(t *testing.T) {
 	assert.Equal(t, 200, g.get("/livez").status, "the process lives")
 }
 
-// TestModelsTellTheirLength: /v1/models shows the length that fits into every ready rank, and none if no
-// engine reports one.
+// RP17: /v1/models shows the length that fits into every ready rank, and none if no engine reports one.
 func TestModelsTellTheirLength(t *testing.T) {
 	e := replies(200, wholeAnswer)
 	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}})

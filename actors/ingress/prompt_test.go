@@ -319,9 +319,9 @@ func TestBlockSizeFollowsTheRanks(t *testing.T) {
 	})
 }
 
-// TestCachedTokensFollowWhatEnginesCount: the tokenizer has one token per byte, four times as many as dpserve
-// assumes at first. After two dozen requests the prediction is near what the engine holds, and the command
-// `route explain` estimates as the live request does.
+// RP33: the tokenizer has one token per byte, four times as many as dpserve assumes at first. After two dozen
+// requests the prediction is near what the engine holds, and the command `route explain` estimates as the
+// live request does.
 func TestCachedTokensFollowWhatEnginesCount(t *testing.T) {
 	words := strings.Repeat("some words of a document ", 140)
 	var counted atomic.Int64

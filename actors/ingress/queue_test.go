@@ -118,9 +118,8 @@ func (m *queueModel) remove(w *waiter) {
 	require.Empty(m.t, w.wake, "no wake-up stays behind")
 }
 
-// TestNoWaiterBlocksAnotherThatCouldBeRouted: whatever requests wait for, whenever a rank has room and a
-// waiting request may use it, a request is routed; and no request overtakes one that could have had the
-// place.
+// RP1, RP40, RP40b: whatever requests wait for, whenever a rank has room and a waiting request may use it, a
+// request is routed; and no request overtakes one that could have had the place.
 func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		const ranks, maxN, maxTokens = 3, 6, int64(30)
@@ -198,8 +197,8 @@ func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 	})
 }
 
-// TestClientsTakeTurnsInTheQueue: the one request of a client does not wait for all requests of another one,
-// and a client that comes back has its place in the next round.
+// RP40: the one request of a client does not wait for all requests of another one, and a client that comes
+// back has its place in the next round.
 func TestClientsTakeTurnsInTheQueue(t *testing.T) {
 	f, most := &requestQueue{}, queueBounds{requests: 10_000, tokens: 1}
 	names := map[*waiter]string{}
@@ -243,8 +242,8 @@ func TestClientsTakeTurnsInTheQueue(t *testing.T) {
 	assert.Equal(t, "a6 b4", order())
 }
 
-// TestPlacesAreSharedByClients: whatever one client has taken, when all want more than there is, the places
-// are even to one, never more than the bound, and whoever gets none or loses one hears it.
+// RP40b: whatever one client has taken, when all want more than there is, the places are even to one, never
+// more than the bound, and whoever gets none or loses one hears it.
 func TestPlacesAreSharedByClients(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		f, most := &requestQueue{}, queueBounds{rapid.IntRange(1, 12).Draw(t, "bound"), 1}
@@ -281,6 +280,7 @@ func TestPlacesAreSharedByClients(t *testing.T) {
 	})
 }
 
+// RP40: client of.
 func TestClientOf(t *testing.T) {
 	of := func(address string, header http.Header) uint64 {
 		return clientOf(&http.Request{RemoteAddr: address, Header: header})
@@ -441,8 +441,8 @@ func TestFencedAheadOfTheState(t *testing.T) {
 	assert.Zero(t, g.in.ensureAppRouter("demo").router.Load().Snapshot().OnTheWay)
 }
 
-// TestARequestThatFailedDoesNotHoldTheQueue: the ready rank has failed one request, which waits for the other
-// rank. The ready rank serves the requests behind it meanwhile.
+// RP1: the ready rank has failed one request, which waits for the other rank. The ready rank serves the
+// requests behind it meanwhile.
 func TestARequestThatFailedDoesNotHoldTheQueue(t *testing.T) {
 	var calls atomic.Int32
 	g := newRig(t, options{engines: []http.HandlerFunc{
@@ -491,6 +491,10 @@ func TestRT3StaleFullNeverBlocks(t *testing.T) {
 	assert.EqualValues(t, 4, full.Load())
 }
 
+// RP40, RP40b: queues at both bounds; clients with five, two and one requests, one that comes back, one that
+// is put back to the front; any order of joins, rejoins, ends and room, with three clients: 503 names the key
+// and its value; the order is round robin between clients and by arrival within each; whenever a rank has
+// room and a waiting request may use it, a request is routed.
 func TestQueueBounds(t *testing.T) {
 	e := newGatedEngine()
 	g := newRig(t, options{
@@ -529,7 +533,7 @@ func TestQueueBounds(t *testing.T) {
 	}
 }
 
-// TestAnEmptyQueueTakesARequestOfAnySize: such a request would otherwise be refused for ever.
+// RP18: such a request would otherwise be refused for ever.
 func TestAnEmptyQueueTakesARequestOfAnySize(t *testing.T) {
 	e := newGatedEngine()
 	g := newRig(t, options{
@@ -557,8 +561,8 @@ func picture(n int) string {
 	return `{"type":"image_url","image_url":{"url":"data:image/png;base64,` + strings.Repeat("A", n) + `"}}`
 }
 
-// TestPicturesAreNotText: the bytes of pictures fill no queue and do not change the estimate of bytes per
-// token. Tools are text.
+// RP18: the bytes of pictures fill no queue and do not change the estimate of bytes per token. Tools are
+// text.
 func TestPicturesAreNotText(t *testing.T) {
 	e := newGatedEngine()
 	g := newRig(t, options{

@@ -16,6 +16,7 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 )
 
+// RP39: whole answer passes byte for byte.
 func TestWholeAnswerPassesByteForByte(t *testing.T) {
 	var got *http.Request
 	g := newRig(t, options{engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
@@ -101,8 +102,7 @@ func pieces(list ...string) http.HandlerFunc {
 	}
 }
 
-// TestStreamsPass: streams of many servers, however they are cut, are complete and reach the client byte for
-// byte.
+// RP49b: streams of many servers, however they are cut, are complete and reach the client byte for byte.
 func TestStreamsPass(t *testing.T) {
 	chunk := func(delta string) string {
 		return `{"id":"c","choices":[{"index":0,"delta":` + delta + `,"finish_reason":null}]}`
@@ -151,7 +151,7 @@ func TestStreamsPass(t *testing.T) {
 	}
 }
 
-// TestBodiesPass: what clients send beyond what dpserve reads reaches the engine as it is.
+// RP49b: what clients send beyond what dpserve reads reaches the engine as it is.
 func TestBodiesPass(t *testing.T) {
 	var got string
 	g := newRig(t, options{engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
@@ -208,8 +208,8 @@ func largeHead(w http.ResponseWriter, r *http.Request) {
 	replies(200, wholeAnswer)(w, r)
 }
 
-// TestBeforeTheFirstByte is the table of causes before the first byte: one bad rank, one good one. The client
-// sees the good answer.
+// FS8: TestBeforeTheFirstByte is the table of causes before the first byte: one bad rank, one good one. The
+// client sees the good answer.
 func TestBeforeTheFirstByte(t *testing.T) {
 	closed := "http://127.0.0.1:1" // nobody listens on port 1
 	cases := []struct {
@@ -322,7 +322,7 @@ func TestBeforeTheFirstByte(t *testing.T) {
 	}
 }
 
-// TestOutOfTries is the table of what a client sees when no attempt is left.
+// RP4, RP26: TestOutOfTries is the table of what a client sees when no attempt is left.
 func TestOutOfTries(t *testing.T) {
 	cases := []struct {
 		name       string
@@ -465,6 +465,7 @@ func TestOther4xxPassesByteForByte(t *testing.T) {
 	assert.False(t, g.replicas[0].lastDone(t).Trip)
 }
 
+// FS8: first error event below500 becomes that status.
 func TestFirstErrorEventBelow500BecomesThatStatus(t *testing.T) {
 	const body = `{"error": {"message": "too many logprobs", "type": "BadRequestError", ` +
 		`"param": "logprobs", "code": 400}}`
@@ -513,8 +514,8 @@ func TestAfterTheFirstByte(t *testing.T) {
 	}
 }
 
-// TestTheEnginesOwnWordsPass: an error event, and an answer that somebody has aborted, reach the client as
-// the engine wrote them, streamed or not, and count against no rank.
+// RP26: an error event, and an answer that somebody has aborted, reach the client as the engine wrote them,
+// streamed or not, and count against no rank.
 func TestTheEnginesOwnWordsPass(t *testing.T) {
 	const boom = `{"error": {"message": "boom", "code": 500}}`
 	aborted := strings.Replace(wholeAnswer, `"stop"`, `"abort"`, 1)
@@ -560,7 +561,7 @@ func TestTheEnginesOwnWordsPass(t *testing.T) {
 	}
 }
 
-// TestAnAbortOfADrainingRankIsAskedAgain: its engine gives up all of its requests.
+// RP26: its engine gives up all of its requests.
 func TestAnAbortOfADrainingRankIsAskedAgain(t *testing.T) {
 	var g *rig
 	drains := func(w http.ResponseWriter, r *http.Request) {

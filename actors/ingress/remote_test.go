@@ -72,7 +72,8 @@ func (l rawListener) Accept() (net.Conn, error) {
 	return rawconn.Conn(c), nil
 }
 
-// TestFar: for ranks of another node, clients and ranks see the same as for ranks of this node.
+// RP13, RP49b, RP50, RP53: for ranks of another node, clients and ranks see the same as for ranks of this
+// node.
 func TestFar(t *testing.T) {
 	for name, test := range map[string]func(t *testing.T){
 		"FS4Answers500": TestFS4EveryReplicaAnswers500, "FS4Refuses": TestFS4EveryReplicaRefuses,

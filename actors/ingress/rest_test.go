@@ -59,8 +59,8 @@ func sumEngine(w http.ResponseWriter, r *http.Request) {
 		r.ContentLength, n, sum.Sum(nil))
 }
 
-// TestALargeBodyIsPassedOn: a body of 200 MiB reaches its engine byte for byte, while the ingress holds less
-// than 16 MiB. A rank of this node that refuses the connection costs nothing.
+// RP53: a body of 200 MiB reaches its engine byte for byte, while the ingress holds less than 16 MiB. A rank
+// of this node that refuses the connection costs nothing.
 func TestALargeBodyIsPassedOn(t *testing.T) {
 	var g *rig
 	var most atomic.Int64
@@ -94,7 +94,7 @@ func (w watcher) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// TestALargeBodyIsSentOnce: what an engine says of it is the last word, also early.
+// RP53: what an engine says of it is the last word, also early.
 func TestALargeBodyIsSentOnce(t *testing.T) {
 	var asked atomic.Int32
 	early := make(chan struct{})
@@ -140,8 +140,8 @@ func TestALargeBodyIsSentOnce(t *testing.T) {
 	close(early)
 }
 
-// TestALargeBodyBreaksOff: an engine that has begun to get a body hears that the client has left, and that it
-// sends what only dpserve may set.
+// RP53: an engine that has begun to get a body hears that the client has left, and that it sends what only
+// dpserve may set.
 func TestALargeBodyBreaksOff(t *testing.T) {
 	t.Parallel()
 	for name, tail := range map[string]string{
@@ -199,8 +199,8 @@ func (w waits) Read([]byte) (int, error) {
 	return 0, w.ctx.Err()
 }
 
-// TestWhichLargeBodiesAreHeld: a body is held whole if dpserve needs more of it than its beginning. Then the
-// bound of the memory of bodies holds, and says so.
+// RP54: a body is held whole if dpserve needs more of it than its beginning. Then the bound of the memory of
+// bodies holds, and says so.
 func TestWhichLargeBodiesAreHeld(t *testing.T) {
 	text := strings.Repeat("x", 5<<20)
 	messages := `"messages":[{"role":"user","content":"` + text + `"}]`

@@ -57,7 +57,7 @@ func TestBestWorkerWithoutIDChangesNothing(t *testing.T) {
 	assert.Zero(t, loads[2].PrefillTokens)
 }
 
-// TestBestWorkerDraws: between equal ranks a question draws, as requests and reservations do.
+// RP43: between equal ranks a question draws, as requests and reservations do.
 func TestBestWorkerDraws(t *testing.T) {
 	for _, policy := range []string{"kv", "mex", "power-of-two", "random", "scoring"} {
 		b := newDecisionRig(t, policy, nil)
@@ -145,8 +145,7 @@ func TestReservationExpires(t *testing.T) {
 	require.NoError(t, g.in.Free("demo", "r1"))
 }
 
-// TestReservationRefused: no room, a wrong worker, and a rank that refuses give typed errors, and leave
-// nothing behind.
+// RP41: no room, a wrong worker, and a rank that refuses give typed errors, and leave nothing behind.
 func TestReservationRefused(t *testing.T) {
 	g := newRig(t, options{urls: []string{"http://127.0.0.1:1", "http://127.0.0.1:2"}, max: 1})
 	ask := func(id, worker string) (client.Worker, error) {

@@ -9,8 +9,8 @@ import (
 	"github.com/stretchr/testify/assert"
 )
 
-// TestLogsHoldNoPromptOfAnEnginesMessage: engines repeat the request in their errors, in every shape of
-// errors. Above level debug the log has status, type, field, length and a hash of the message.
+// RP20: engines repeat the request in their errors, in every shape of errors. Above level debug the log has
+// status, type, field, length and a hash of the message.
 func TestLogsHoldNoPromptOfAnEnginesMessage(t *testing.T) {
 	const secret = "open sesame"
 	for name, c := range map[string]struct {
@@ -63,7 +63,7 @@ func TestLogsHoldNoPromptOfAnEnginesMessage(t *testing.T) {
 	}
 }
 
-// TestLogsShowWhatEnginesSayOfThemselves: the log shows a sentence of the engine's own at every level.
+// RP20: the log shows a sentence of the engine's own at every level.
 func TestLogsShowWhatEnginesSayOfThemselves(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(503, busyError)}, level: slog.LevelDebug})
 	g.post("/v1/chat/completions", chatBody, "X-Dpserve-Timeout-Ms", "200")
@@ -76,8 +76,7 @@ func TestLogsShowWhatEnginesSayOfThemselves(t *testing.T) {
 	assert.Contains(t, g.logs.String(), `engine_message="n must be at least 1, got 0."`)
 }
 
-// TestCachedTokensTellNothingAcrossSalts: a client with its own cache_salt cannot learn from the header which
-// prompts others sent.
+// RP22: a client with its own cache_salt cannot learn from the header which prompts others sent.
 func TestCachedTokensTellNothingAcrossSalts(t *testing.T) {
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{replies(200, wholeAnswer)},

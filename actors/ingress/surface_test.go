@@ -104,6 +104,9 @@ func TestNothingDeployed(t *testing.T) {
 	assert.JSONEq(t, `{"version":"v-test"}`, g.get("/version").body)
 }
 
+// CC16: a route that the application's kind lacks; SIGTERM to `up` and `start` beside a stream; a data dir of
+// another cluster: 404 `unsupported_route` without an engine call; drained, the stream is whole, no orphan;
+// exit 1 with the reason.
 func TestPathsAndMethods(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	for path, status := range map[string]int{
@@ -534,7 +537,7 @@ func TestDefaults(t *testing.T) {
 	assert.Equal(t, 20, budgetFloor)
 }
 
-// TestTokenizingTakesNoTicket: a tokenize request is answered beside a full rank, and counts as no load.
+// RP10: a tokenize request is answered beside a full rank, and counts as no load.
 func TestTokenizingTakesNoTicket(t *testing.T) {
 	for _, far := range []bool{false, true} {
 		t.Run(fmt.Sprintf("far %v", far), func(t *testing.T) {

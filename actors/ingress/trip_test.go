@@ -48,6 +48,7 @@ func (g *rig) leftOut() (tripped, out int) {
 	return tripped, out
 }
 
+// RP11: requests that every engine fails take one rank out.
 func TestRequestsThatEveryEngineFailsTakeOneRankOut(t *testing.T) {
 	e := poisoned(500, 1000)
 	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}})
@@ -86,7 +87,7 @@ func TestRequestsThatEveryEngineFailsTakeOneRankOut(t *testing.T) {
 	assert.Equal(t, [3]int{2, tripped, 1}, [3]int{info.Ready, info.Tripped, info.LeftOut})
 }
 
-// TestWhatTwoRanksSayAlikeTripsNone: it is about the request.
+// RP44: it is about the request.
 func TestWhatTwoRanksSayAlikeTripsNone(t *testing.T) {
 	forEachTransport(t, func(t *testing.T, far bool) {
 		e := poisoned(500, 1)
@@ -124,6 +125,7 @@ func TestTheOnlyRankIsNeverLeftOut(t *testing.T) {
 	assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
 }
 
+// RP11: an engines own limits trip no rank.
 func TestAnEnginesOwnLimitsTripNoRank(t *testing.T) {
 	for _, status := range []int{408, 429} {
 		e := poisoned(status, 1)
@@ -153,7 +155,7 @@ func (r *replica) trip() {
 	r.snapshot()
 }
 
-// TestASubscriberOfATrippedRankKnowsIt: a snapshot reports a trip, like a change of state does.
+// RP46: a snapshot reports a trip, like a change of state does.
 func TestASubscriberOfATrippedRankKnowsIt(t *testing.T) {
 	e := poisoned(500, 1)
 	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}})
@@ -171,7 +173,7 @@ func TestASubscriberOfATrippedRankKnowsIt(t *testing.T) {
 	assert.Equal(t, [2]int{0, 0}, [2]int{tripped, out})
 }
 
-// TestANamedRankThatIsTrippedIsAsked: of one pool under policy direct, and of a decode pool.
+// RP46: of one pool under policy direct, and of a decode pool.
 func TestANamedRankThatIsTrippedIsAsked(t *testing.T) {
 	ok := replies(200, wholeAnswer)
 	g := newRig(t, options{
@@ -187,7 +189,7 @@ func TestANamedRankThatIsTrippedIsAsked(t *testing.T) {
 	}
 }
 
-// TestAnEmptyBudgetEndsNoRequestWhileARankIsIdle: also if others wait in the queue, for a rank that is full.
+// RP46: also if others wait in the queue, for a rank that is full.
 func TestAnEmptyBudgetEndsNoRequestWhileARankIsIdle(t *testing.T) {
 	var h hangingEngine
 	bad := replies(500, `{"error":{"message":"never"}}`)

@@ -30,6 +30,7 @@ func (g *rig) room() int {
 	return rk.MaxOngoing - rk.Load.O()
 }
 
+// RP6: room of another ingress is left alone.
 func TestRoomOfAnotherIngressIsLeftAlone(t *testing.T) {
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 2,

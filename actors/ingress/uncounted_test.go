@@ -12,8 +12,7 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 )
 
-// TestARankTokenizesFewRequestsAtOnce: more wait, at most queue_s, also those that name the rank. Requests
-// for tokens do not wait for them.
+// RP39: more wait, at most queue_s, also those that name the rank. Requests for tokens do not wait for them.
 func TestARankTokenizesFewRequestsAtOnce(t *testing.T) {
 	const body = `{"model":"demo","prompt":"x"}`
 	var asked atomic.Int32

@@ -91,8 +91,8 @@ func TestWaitingForRoomIsOfOneRevision(t *testing.T) {
 	eventually(t, func() bool { return g.onTheWay() == 1 }, "the new revision may find room")
 }
 
-// TestWaitingForRoomEndsWithTheGrant: a unit that was granted is pending even before the leader reports it; a
-// unit that is restarted always is.
+// ST2: a unit that was granted is pending even before the leader reports it; a unit that is restarted always
+// is.
 func TestWaitingForRoomEndsWithTheGrant(t *testing.T) {
 	g := emptyRig(t)
 	g.in.TakeWaiting(withoutRoom(1, 0), time.Minute)
@@ -117,7 +117,7 @@ func TestReadyRecordOfAUnitWithoutRoomIsNotWaitedFor(t *testing.T) {
 	eventually(t, func() bool { return g.onTheWay() == 0 }, "it is not coming")
 }
 
-// TestWaitingForRoomLapses: the leader's report is valid as long as the lease with which it came.
+// ST2: the leader's report is valid as long as the lease with which it came.
 func TestWaitingForRoomLapses(t *testing.T) {
 	g := emptyRig(t)
 	g.in.TakeWaiting(withoutRoom(1, 0), 50*time.Millisecond)
@@ -206,8 +206,8 @@ func TestNoDecisionIsBetweenReadyAndOnTheWay(t *testing.T) {
 	assert.NotEqual(t, routing.Reject, <-done)
 }
 
-// TestAnEngineThatDoesNotCompute: no request goes to a rank whose engine says that it sleeps or scales. Where
-// no other is left, requests wait for one that scales, and are refused if all sleep.
+// RP51, RP52: no request goes to a rank whose engine says that it sleeps or scales. Where no other is left,
+// requests wait for one that scales, and are refused if all sleep.
 func TestAnEngineThatDoesNotCompute(t *testing.T) {
 	t.Parallel()
 	engine := replies(http.StatusOK, wholeAnswer)

@@ -11,8 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestRefusedRequestsAreCountedAndLogged: a request that reaches no application has its metric and one log
-// line, and the client's input is no metric label.
+// RP13: a request that reaches no application has its metric and one log line, and the client's input is no
+// metric label.
 func TestRefusedRequestsAreCountedAndLogged(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, options{engines: []http.HandlerFunc{sends(textChunk)}})

@@ -91,7 +91,7 @@ func TestTextsAndTimesAreCut(t *testing.T) {
 	assert.Zero(t, m.Age)
 }
 
-// TestUnknownKindStaysInTheDigest: a unit whose newest event is of a later version's kind is present.
+// MB6: a unit whose newest event is of a later version's kind is present.
 func TestUnknownKindStaysInTheDigest(t *testing.T) {
 	r := &NodeReport{
 		Events: []UnitEvent{{Number: 1, Unit: "chat/0/0", Kind: "dancing"}, {Number: 2, Kind: UnitReady}},

@@ -60,8 +60,8 @@ func present(r *msg.NodeReport) (out []string) {
 	return out
 }
 
-// TestAFoundUnitIsAdoptedAfterAnAnswer: nothing admits before a renewal was answered; then the engine serves
-// with the incarnation that it had, and nothing is launched.
+// EN2: nothing admits before a renewal was answered; then the engine serves with the incarnation that it had,
+// and nothing is launched.
 func TestAFoundUnitIsAdoptedAfterAnAnswer(t *testing.T) {
 	var p *fakeProcess
 	inRestart(t, func(b *bubble, _ *Config) {
@@ -158,8 +158,8 @@ func TestWithoutALeaderTheCopyDecides(t *testing.T) {
 	}
 }
 
-// TestAFoundUnitIsNotAdoptedByAnOldCopy: the answer of the leader may be newer than the node's copy of the
-// state, and a newer copy may show the unit granted elsewhere.
+// EN2: the answer of the leader may be newer than the node's copy of the state, and a newer copy may show the
+// unit granted elsewhere.
 func TestAFoundUnitIsNotAdoptedByAnOldCopy(t *testing.T) {
 	inRestart(t, func(b *bubble, _ *Config) {
 		b.leaves("demo/0/0", 3, state.Ready)
@@ -181,7 +181,7 @@ func TestAFoundUnitIsNotAdoptedByAnOldCopy(t *testing.T) {
 	})
 }
 
-// TestWhatIsNotGrantedIsEnded: a found unit is ended if its grant is fenced, another node's, or unknown.
+// EN2: a found unit is ended if its grant is fenced, another node's, or unknown.
 func TestWhatIsNotGrantedIsEnded(t *testing.T) {
 	for name, change := range map[string]func(s *state.State){
 		"fenced": func(s *state.State) { s.Units["demo/0/0"].Phase = state.Fenced },
@@ -293,7 +293,7 @@ func TestAMissingRankEndsItsUnit(t *testing.T) {
 	})
 }
 
-// TestAStartWaitsForWhatHoldsItsPorts: a found unit that is over ends before another one gets its ports.
+// EN2: a found unit that is over ends before another one gets its ports.
 func TestAStartWaitsForWhatHoldsItsPorts(t *testing.T) {
 	inRestart(t, func(b *bubble, _ *Config) {
 		b.leaves("demo/0/0", 3, state.Fenced)

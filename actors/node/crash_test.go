@@ -61,7 +61,8 @@ func crash(t *testing.T, dir, mode string) []int {
 	return pids
 }
 
-// Engines that are to end with the node end with all their processes when it is killed, and their shims too.
+// HF62: Engines that are to end with the node end with all their processes when it is killed, and their shims
+// too.
 func TestAKilledNodeLeavesNothing(t *testing.T) {
 	dir := t.TempDir()
 	pids := crash(t, dir, "stubborn,orphan")

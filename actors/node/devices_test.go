@@ -71,7 +71,7 @@ func (b *bubble) stop(unit string, epoch uint64) {
 		&msg.StopRank{Unit: unit, Epoch: epoch, Reason: "deleted"}))
 }
 
-// A unit is gone when the memory of its devices is free, and the next one begins only then.
+// HF77: A unit is gone when the memory of its devices is free, and the next one begins only then.
 func TestAUnitIsGoneWhenItsDevicesAreFree(t *testing.T) {
 	withDevices(t, func(t *testing.T, b *bubble, d *fakeDevices) {
 		assert.Equal(t, state.Ready, b.phase("demo/0/0"))
@@ -108,8 +108,8 @@ func TestDeviceMemoryThatStaysHeldIsNamed(t *testing.T) {
 	})
 }
 
-// A process belongs to the unit of its engine's first process: as its child, or by its group after its parent
-// has died. Others belong to none.
+// HF77: A process belongs to the unit of its engine's first process: as its child, or by its group after its
+// parent has died. Others belong to none.
 func TestWhichUnitAProcessBelongsTo(t *testing.T) {
 	engines := map[int]string{100: "demo/0/0", 200: "demo/0/1"}
 	stats := map[int]process.Stat{

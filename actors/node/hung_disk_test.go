@@ -58,7 +58,7 @@ func (b *bubble) assertHangs(err error) {
 	b.node.closeParts = func() error { return nil } // checked
 }
 
-// The engine ends as ever. The start that waits for the disk begins nothing when the disk answers.
+// HF44: The engine ends as ever. The start that waits for the disk begins nothing when the disk answers.
 func TestCloseEndsOverADiskThatHangsWhileAnEpochIsWritten(t *testing.T) {
 	withHungDisk(t, func(t *testing.T, b *bubble, end func(), started <-chan error) {
 		began := time.Now()
@@ -77,7 +77,7 @@ func TestCloseEndsOverADiskThatHangsWhileAnEpochIsWritten(t *testing.T) {
 	})
 }
 
-// The next process goes on with the engine.
+// HF44: The next process goes on with the engine.
 func TestDetachEndsOverADiskThatHangs(t *testing.T) {
 	withHungDisk(t, func(t *testing.T, b *bubble, _ func(), _ <-chan error) {
 		began := time.Now()
@@ -88,7 +88,7 @@ func TestDetachEndsOverADiskThatHangs(t *testing.T) {
 	})
 }
 
-// Only starts wait for the disk.
+// HF44: Only starts wait for the disk.
 func TestAKnownUnitIsStoppedWhileTheDiskHangs(t *testing.T) {
 	withHungDisk(t, func(t *testing.T, b *bubble, end func(), started <-chan error) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
@@ -126,7 +126,7 @@ func (l hungLauncher) Start(ctx context.Context, o LaunchOrder, stdout, stderr i
 	return l.bubble.Start(ctx, o, stdout, stderr)
 }
 
-// The unit is not reported gone: nobody knows what the launch will do.
+// HF44: The unit is not reported gone: nobody knows what the launch will do.
 func TestCloseEndsOverADiskThatHangsWhileAnEngineIsLaunched(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, b *bubble) {
 		answers := make(chan struct{})
@@ -148,7 +148,7 @@ func TestCloseEndsOverADiskThatHangsWhileAnEngineIsLaunched(t *testing.T) {
 	})
 }
 
-// What hangs is the removal of a folder.
+// HF44: What hangs is the removal of a folder.
 func TestShimsCloseOverADiskThatHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := &shims{dir: "/d", done: make(chan struct{}), log: slog.New(slog.DiscardHandler)}

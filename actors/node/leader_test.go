@@ -115,6 +115,7 @@ func TestRetriesFindTheNextLeaderWithinASecond(t *testing.T) {
 	})
 }
 
+// MB3: fence ends all before the leader grants it elsewhere.
 func TestMB3FenceEndsAllBeforeTheLeaderGrantsItElsewhere(t *testing.T) {
 	inBubble(t, func(c *Config) { c.OnLeaseLoss = Fence }, func(t *testing.T, b *bubble) {
 		b.serving("demo/0/0", 1)
@@ -225,6 +226,7 @@ func TestMB3AThawedNodeAsksFirst(t *testing.T) {
 	}
 }
 
+// RG3: what the state shows superseded stops at once.
 func TestRG3WhatTheStateShowsSupersededStopsAtOnce(t *testing.T) {
 	for name, change := range map[string]func(s *state.State){
 		"granted anew": func(s *state.State) {

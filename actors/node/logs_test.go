@@ -241,8 +241,8 @@ func (s *logStore) settle(t *testing.T, r *ring) {
 	}, time.Minute, time.Millisecond)
 }
 
-// Only the file is delayed, not lines, tails, other ranks and their files, starts, or the end of the node.
-// The file is a pipe without a reader: opening it hangs.
+// HF43: Only the file is delayed, not lines, tails, other ranks and their files, starts, or the end of the
+// node. The file is a pipe without a reader: opening it hangs.
 func TestALogDiskThatHangsHoldsUpNothing(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -302,7 +302,7 @@ func withFullDisk(t *testing.T) (dir string, s *logStore, w *lineWriter) {
 	return dir, s, w
 }
 
-// The file then also has the lines written meanwhile.
+// HF43: The file then also has the lines written meanwhile.
 func TestALogFileIsTriedAgainAfterAFullDisk(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		dir, s, w := withFullDisk(t)
@@ -319,7 +319,7 @@ func TestALogFileIsTriedAgainAfterAFullDisk(t *testing.T) {
 	})
 }
 
-// They are deleted a week after their last line, and other logs are kept.
+// HF43: They are deleted a week after their last line, and other logs are kept.
 func TestLogsOfApplicationsThatAreGoneAreDeleted(t *testing.T) {
 	dir := t.TempDir()
 	s := newLogStore(dir, slog.New(slog.DiscardHandler))

@@ -461,6 +461,7 @@ func TestAnExitTakesTheWholeLockstepUnitOutAtOnce(t *testing.T) {
 	}
 }
 
+// RG9: an engine that ignores SIGTERM is killed with its group.
 func TestRG9AnEngineThatIgnoresSIGTERMIsKilledWithItsGroup(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
@@ -480,6 +481,7 @@ func TestRG9AnEngineThatIgnoresSIGTERMIsKilledWithItsGroup(t *testing.T) {
 	assert.True(t, portFree(t, m.Block.Base+1))
 }
 
+// RG9: an orphan that holds the ports is killed before gone.
 func TestRG9AnOrphanThatHoldsThePortsIsKilledBeforeGone(t *testing.T) {
 	for _, mode := range []string{"orphan", "escaped"} {
 		t.Run(mode, func(t *testing.T) {

@@ -197,8 +197,8 @@ func allEnded(t *testing.T, s *shim.State, pids []int) {
 	}
 }
 
-// The shim is killed under its node: the engine's end is seen at once, and its worker is held until it is
-// killed.
+// EN3, HF62: The shim is killed under its node: the engine's end is seen at once, and its worker is held
+// until it is killed.
 func TestTheShimIsKilled(t *testing.T) {
 	l := openTest(t, t.TempDir(), nil)
 	out := &sink{}
@@ -222,7 +222,8 @@ func TestTheShimIsKilled(t *testing.T) {
 	allEnded(t, &sp.state, all)
 }
 
-// Node and shim are killed, in either order: the next process of the node ends what is left and reports it.
+// EN3, HF62: Node and shim are killed, in either order: the next process of the node ends what is left and
+// reports it.
 func TestNodeAndShimAreKilled(t *testing.T) {
 	dir := t.TempDir()
 	first := openTest(t, dir, nil)
@@ -261,7 +262,7 @@ func suspend(t *testing.T, pid int) {
 	})
 }
 
-// A shim that hangs keeps Kill from nothing.
+// EN3: A shim that hangs keeps Kill from nothing.
 func TestAShimThatHangs(t *testing.T) {
 	t.Parallel()
 	l := openTest(t, t.TempDir(), nil)
@@ -275,7 +276,7 @@ func TestAShimThatHangs(t *testing.T) {
 	assert.True(t, isEmpty(l))
 }
 
-// A shim that does not answer the next process of the node is asked again: its engine is found at once,
+// HF67: A shim that does not answer the next process of the node is asked again: its engine is found at once,
 // lives, and is that process's when the shim answers. One that does not answer for the orphan timeout is
 // ended with its engine. The engines of other shims do not wait for it.
 func TestASilentShim(t *testing.T) {
@@ -319,8 +320,8 @@ func TestASilentShim(t *testing.T) {
 	assert.False(t, closed(found[engines[0].PID()].Exited()))
 }
 
-// A copied data dir ends nothing of the original: its engines are named, and told in one line. When they have
-// ended, the copies are forgotten.
+// HF59: A copied data dir ends nothing of the original: its engines are named, and told in one line. When
+// they have ended, the copies are forgotten.
 func TestACopiedDataDir(t *testing.T) {
 	dir, from := t.TempDir(), t.TempDir()
 	first := openTest(t, from, nil)
@@ -361,7 +362,7 @@ func TestACopiedDataDir(t *testing.T) {
 	assert.Equal(t, 1, strings.Count(said.text(), "level=WARN"), said.text())
 }
 
-// Where cgroups cannot be written, engines start without them, and that is told once.
+// HF63: Where cgroups cannot be written, engines start without them, and that is told once.
 func TestEnginesWithoutCgroups(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("needs root")
@@ -392,7 +393,7 @@ func TestEnginesWithoutCgroups(t *testing.T) {
 	assert.Contains(t, said.text(), "read-only file system")
 }
 
-// Engines of another cluster, node or boot, and folders that cannot be read, are ended and forgotten.
+// EN3: Engines of another cluster, node or boot, and folders that cannot be read, are ended and forgotten.
 func TestLeftoversOfOthers(t *testing.T) {
 	dir := t.TempDir()
 	first := openTest(t, dir, func(c *Config) { c.Rand = func() uint64 { return 0x0123456789abcdef } })
@@ -432,7 +433,7 @@ func TestLeftoversOfOthers(t *testing.T) {
 	}
 }
 
-// A socket that does not belong to a shim of the launch is left alone and named, and so is who listens.
+// EN3: A socket that does not belong to a shim of the launch is left alone and named, and so is who listens.
 func TestAForgedSocketIsLeftAlone(t *testing.T) {
 	dir, err := os.MkdirTemp("", "s") // the path of a socket is short
 	require.NoError(t, err)

@@ -59,7 +59,7 @@ func withUndying(t *testing.T, f func(t *testing.T, b *bubble, exit func())) {
 	})
 }
 
-// Close ends after the time for killing and verifying, and its error names what is left.
+// HF41: Close ends after the time for killing and verifying, and its error names what is left.
 func TestCloseEndsBesideAnEngineThatNoSignalEnds(t *testing.T) {
 	withUndying(t, func(t *testing.T, b *bubble, _ func()) {
 		began := time.Now()
@@ -74,7 +74,7 @@ func TestCloseEndsBesideAnEngineThatNoSignalEnds(t *testing.T) {
 	})
 }
 
-// Close's context ends.
+// HF41: Close's context ends.
 func TestASecondSignalShortensTheWaitForAnEngineThatNoSignalEnds(t *testing.T) {
 	withUndying(t, func(t *testing.T, b *bubble, _ func()) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -85,7 +85,7 @@ func TestASecondSignalShortensTheWaitForAnEngineThatNoSignalEnds(t *testing.T) {
 	})
 }
 
-// This holds while the node runs; a newer epoch waits for the old one.
+// HF41: This holds while the node runs; a newer epoch waits for the old one.
 func TestAnEngineThatNoSignalEndsIsNamedAndItsUnitIsNotGone(t *testing.T) {
 	t.Parallel()
 	withUndying(t, func(t *testing.T, b *bubble, exit func()) {

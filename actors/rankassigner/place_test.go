@@ -59,6 +59,7 @@ func TestPlaceNumbersAndSeatsAGroup(t *testing.T) {
 	apply(t, s, state.Command{GrantGroup: &grant})
 }
 
+// HF68: place leaves taken ports out.
 func TestPlaceLeavesTakenPortsOut(t *testing.T) {
 	n := node("a", 2)
 	lo := n.Resources.PortLo
@@ -126,7 +127,7 @@ func TestPlaceKeepsSeats(t *testing.T) {
 	assert.Len(t, noRoom, 3)
 }
 
-// TestPlaceLeavesAvoidedNodes where others have room: one unit after the other, a group as a whole.
+// HF51: TestPlaceLeavesAvoidedNodes where others have room: one unit after the other, a group as a whole.
 func TestPlaceLeavesAvoidedNodes(t *testing.T) {
 	for name, c := range map[string]struct {
 		nodes []state.Node

@@ -91,6 +91,7 @@ func TestLeaveDrainsThenRemoves(t *testing.T) {
 	assert.Equal(t, []string{"b"}, c.cluster.nodes.gone)
 }
 
+// HF30: leave asks before the drain.
 func TestLeaveAsksBeforeTheDrain(t *testing.T) {
 	c := newCLI(t)
 	c.cluster.nodes.script = [][]client.NodeStatus{twoNodes(client.NodeStatus{Node: "b", State: "drained"})}
@@ -118,6 +119,7 @@ func TestTokenPrintsTheJoinCommand(t *testing.T) {
 	assert.Equal(t, []client.TokenRequest{{TTL: time.Hour, Uses: 3}}, c.cluster.nodes.tokens)
 }
 
+// HF73: tokens of roles list and revocation.
 func TestTokensOfRolesListAndRevocation(t *testing.T) {
 	c := newCLI(t)
 	require.Zero(t, c.run([]string{"token", "--roles", "worker,ingress"}), c.stderr())
@@ -160,7 +162,7 @@ func TestRotateKeyNamesNodesWithoutIt(t *testing.T) {
 	assert.Contains(t, c.stderr(), "a, b will take it when they renew their leases")
 }
 
-// TestNodesShowSharesOfDevices: used and all, without the digits that the sum of floats would have.
+// HF77: used and all, without the digits that the sum of floats would have.
 func TestNodesShowSharesOfDevices(t *testing.T) {
 	c := newCLI(t)
 	c.cluster.nodes.script = [][]client.NodeStatus{

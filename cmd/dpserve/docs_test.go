@@ -125,8 +125,8 @@ func commandBlocks(t *testing.T, page string) []block {
 	return out
 }
 
-// TestEveryCommandBlockIsRun runs the command blocks of all pages. The README, which takes longest, has a
-// test of its own.
+// LG41, LG42: TestEveryCommandBlockIsRun runs the command blocks of all pages. The README, which takes
+// longest, has a test of its own.
 func TestEveryCommandBlockIsRun(t *testing.T) {
 	t.Parallel()
 	found := map[string]bool{}

@@ -12,6 +12,7 @@ import (
 	"github.com/dpserve/dpserve/internal/server"
 )
 
+// HF72: default data dir.
 func TestDefaultDataDir(t *testing.T) {
 	for _, c := range []struct{ state, home, want string }{
 		{"/var/state", "/home/me", "/var/state/dpserve"},
@@ -29,7 +30,7 @@ func TestDefaultDataDir(t *testing.T) {
 	}
 }
 
-// TestDataDirOfStart: without --data-dir the working folder gets nothing, and an old folder in it is named.
+// HF72: without --data-dir the working folder gets nothing, and an old folder in it is named.
 func TestDataDirOfStart(t *testing.T) {
 	t.Chdir(t.TempDir())
 	start := func(args ...string) *cli {
@@ -52,7 +53,7 @@ func TestDataDirOfStart(t *testing.T) {
 		"neither XDG_STATE_HOME nor HOME is set\nhint: name a folder with --data-dir")
 }
 
-// The smallest limit between the process's group and the root counts.
+// RP12: The smallest limit between the process's group and the root counts.
 func TestContainerMemory(t *testing.T) {
 	for name, c := range map[string]struct {
 		files map[string]string

@@ -59,7 +59,7 @@ func TestPlanShowsDevicesThatWereFound(t *testing.T) {
 	assert.Contains(t, c.stdout(), "b     64     64    0     2     1     1     2 x NVIDIA H100 80.0 GiB")
 }
 
-// TestPlanShowsSharedDevices: with the share of each rank, what is left, and the flag that the engines get.
+// HF77: with the share of each rank, what is left, and the flag that the engines get.
 func TestPlanShowsSharedDevices(t *testing.T) {
 	c := newCLI(t)
 	seat := func(rank int) []client.SeatPlan {

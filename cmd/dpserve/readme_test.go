@@ -22,10 +22,10 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// TestREADME types the README: its commands in the order in which they stand, with ports 8000 and 8265 taken,
-// as two terminals do it. What serves until Ctrl-C runs in the first one, all other commands in the second.
-// After the build, each command for the first terminal begins a part that depends on no other one: the parts
-// have two terminals each and run side by side. Only the conversations of the example are fewer.
+// CC6: TestREADME types the README: its commands in the order in which they stand, with ports 8000 and 8265
+// taken, as two terminals do it. What serves until Ctrl-C runs in the first one, all other commands in the
+// second. After the build, each command for the first terminal begins a part that depends on no other one:
+// the parts have two terminals each and run side by side. Only the conversations of the example are fewer.
 func TestREADME(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {
@@ -349,7 +349,7 @@ func shell(t *testing.T, command string) string {
 	return string(out)
 }
 
-// Engines and their shims end when their node is killed and cannot stop them.
+// CC6, HF62: Engines and their shims end when their node is killed and cannot stop them.
 func TestCC6KilledUpLeavesNoEngine(t *testing.T) {
 	t.Parallel()
 	p := startUp(t, "up")

@@ -242,7 +242,7 @@ index                        12345 blocks, 3.0 MiB of 512.0 MiB
 `, "\n"), cli.stdout())
 }
 
-// router show says what the queue of a lockstep group holds and why, or where the queue is.
+// LG44: router show says what the queue of a lockstep group holds and why, or where the queue is.
 func TestRouterShowDescribesGroups(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.router.info = client.Info{App: "demo", Policy: "cohorts", Groups: []client.GroupQueue{

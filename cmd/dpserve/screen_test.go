@@ -237,6 +237,7 @@ next: add nodes or slots, ask for fewer ranks: demo/0 finds no room: 0 of 1
   rank can be placed (PACK)`, v.visible())
 }
 
+// RP51: status unhealthy.
 func TestStatusUnhealthy(t *testing.T) {
 	c := newCLI(t)
 	tripped := fleet(3, map[int]state.Phase{1: state.Failed})

@@ -26,7 +26,7 @@ func printServe(t *testing.T, words ...string) string {
 
 const servePath = "testdata/serve.txt"
 
-// TestServeTranscript pins what serve makes of command lines: blocks of testdata/serve.txt, which
+// EN1: TestServeTranscript pins what serve makes of command lines: blocks of testdata/serve.txt, which
 // DPSERVE_UPDATE=1 writes anew. `print` adds --print.
 func TestServeTranscript(t *testing.T) {
 	text, err := os.ReadFile(servePath)
@@ -145,7 +145,7 @@ func TestServeRuns(t *testing.T) {
 	assert.NoDirExists(t, c.node.config.DataDir)
 }
 
-// The engine gets the flags of the command line again, spelled in kebab case.
+// EN1: The engine gets the flags of the command line again, spelled in kebab case.
 func TestServeFlagsReachTheEngine(t *testing.T) {
 	typed := "--max-model-len 32k --trust-remote-code --no-enable-chunked-prefill " +
 		"--gpu-memory-utilization 0.90 " +
@@ -159,8 +159,8 @@ func TestServeFlagsReachTheEngine(t *testing.T) {
 	assert.Equal(t, typed, strings.Join(flags, " "))
 }
 
-// FuzzServe: no command line makes serve panic, and what it prints is canonical: it is read without a fault,
-// as the same application, and is printed as the same bytes.
+// EN1: no command line makes serve panic, and what it prints is canonical: it is read without a fault, as the
+// same application, and is printed as the same bytes.
 func FuzzServe(f *testing.F) {
 	for _, words := range []string{
 		"Qwen/Qwen3-8B\x00--dp-size\x004", "a\x00-tp\x002\x00-O3\x00--x.y=1\x00--\x00--new\x00[1]",

@@ -241,7 +241,7 @@ func TestBenchOverheadWithErrorsFails(t *testing.T) {
 	assert.Equal(t, 1, exitCode(err))
 }
 
-// A node accepts no body limit that other nodes refuse.
+// RP13, RP54: A node accepts no body limit that other nodes refuse.
 func TestMaxBodyIsBounded(t *testing.T) {
 	for _, command := range []string{"start", "up"} {
 		for _, mib := range []string{"0", "1025", "-1"} {

@@ -53,8 +53,8 @@ func askAt(t *testing.T, addr, method, path string, header map[string]string) (s
 	return res.StatusCode, string(text)
 }
 
-// A web page whose name resolves to the node (DNS rebinding) is refused on an admin port that other machines
-// reach, whatever its Origin. The node's names and IP addresses pass.
+// RP16: A web page whose name resolves to the node (DNS rebinding) is refused on an admin port that other
+// machines reach, whatever its Origin. The node's names and IP addresses pass.
 func TestHostIsCheckedOnEveryBind(t *testing.T) {
 	b := newBackend()
 	addr := serveOutside(t,
@@ -86,7 +86,7 @@ func TestHostIsCheckedOnEveryBind(t *testing.T) {
 	assert.Empty(t, b.deployed)
 }
 
-// A changing request is refused if a browser marks it as sent by another page than one of this port.
+// RP16: A changing request is refused if a browser marks it as sent by another page than one of this port.
 func TestAWriteComesFromNoOtherPage(t *testing.T) {
 	h := api.NewServer(api.Config{Backend: newBackend()}).Handler()
 	for _, header := range []map[string]string{
@@ -109,7 +109,7 @@ func TestAWriteComesFromNoOtherPage(t *testing.T) {
 	assert.Equal(t, http.StatusOK, typed.send(t, h).Code, "an address that a person typed")
 }
 
-// The port of --metrics-bind serves one page for any Host and changes nothing.
+// RP16: The port of --metrics-bind serves one page for any Host and changes nothing.
 func TestMetricsAlone(t *testing.T) {
 	page := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = w.Write([]byte("dpserve_up 1\n"))

@@ -100,6 +100,7 @@ func TestNodesByClient(t *testing.T) {
 	}
 }
 
+// HF73: tokens by client.
 func TestTokensByClient(t *testing.T) {
 	k := &fakeNodes{}
 	_, c := serve(t, api.Config{Backend: newBackend(), Nodes: k})
@@ -119,6 +120,7 @@ func TestTokensByClient(t *testing.T) {
 	assert.Len(t, k.revoked, 2)
 }
 
+// HF73: tokens are bounded.
 func TestTokensAreBounded(t *testing.T) {
 	_, c := serve(t, api.Config{Backend: newBackend(), Nodes: &fakeNodes{}})
 	for _, req := range []client.TokenRequest{

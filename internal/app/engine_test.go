@@ -70,6 +70,7 @@ func TestCoupling(t *testing.T) {
 	}
 }
 
+// HF76, HF77: devices of a rank.
 func TestDevicesOfARank(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
@@ -133,7 +134,7 @@ func TestDevicesOfARank(t *testing.T) {
 	assert.Contains(t, lines[0], "tensor and pipeline parallel sizes count devices")
 }
 
-// TestSharesOfDevices: which numbers of devices are a share, and which are refused with the rule.
+// HF76: which numbers of devices are a share, and which are refused with the rule.
 func TestSharesOfDevices(t *testing.T) {
 	t.Parallel()
 	for gpus, parts := range map[string]int{
@@ -164,8 +165,8 @@ func TestSharesOfDevices(t *testing.T) {
 		Applications[0].Resources.Share(), "the simulated engine has no NCCL")
 }
 
-// TestMemoryOfAShare: engines that share a device are limited to nine tenths of their share, unless the file
-// says something else.
+// HF77: engines that share a device are limited to nine tenths of their share, unless the file says something
+// else.
 func TestMemoryOfAShare(t *testing.T) {
 	t.Parallel()
 	for text, want := range map[string]string{

@@ -262,7 +262,7 @@ func boolToInt(b bool) int {
 	return 0
 }
 
-// TestNumReplicas checks the table of sizes (acceptance row RG2).
+// RG2: TestNumReplicas checks the table of sizes (acceptance row RG2).
 func TestNumReplicas(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
@@ -383,8 +383,8 @@ applications:
 		warnings[0].String())
 }
 
-// TestPoliciesOfLockstepGroups: a policy that takes the ranks of a lockstep group one by one is a warning
-// with the reason, and mex a fault. cohorts where there is no group is a warning, too.
+// LG35: a policy that takes the ranks of a lockstep group one by one is a warning with the reason, and mex a
+// fault. cohorts where there is no group is a warning, too.
 func TestPoliciesOfLockstepGroups(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct{ coupling, policy, warning, fault string }{

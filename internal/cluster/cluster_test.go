@@ -209,6 +209,7 @@ func TestOneWinner(t *testing.T) {
 	assert.Equal(t, int64(31), lost.Load())
 }
 
+// HF72: refused data dirs.
 func TestRefusedDataDirs(t *testing.T) {
 	mine := t.TempDir()
 	c := open(t, cluster.Config{DataDir: mine, NodeID: "node-1", ClusterID: "alpha"})

@@ -79,8 +79,8 @@ func untilFault(t testing.TB, c *cluster.Cluster) {
 	assert.Contains(t, p.Hint, "free disk space")
 }
 
-// TestSickDisk: a single voter whose disk refuses writes refuses proposals, keeps what it acknowledged, and
-// recovers by itself.
+// MB10: a single voter whose disk refuses writes refuses proposals, keeps what it acknowledged, and recovers
+// by itself.
 func TestSickDisk(t *testing.T) {
 	t.Parallel()
 	cfg, sick := failingConfig(cluster.Config{DataDir: t.TempDir()})
@@ -106,8 +106,7 @@ func TestSickDisk(t *testing.T) {
 	require.ErrorIs(t, c.Ready(t.Context()), cluster.ErrClosed)
 }
 
-// TestSickDiskOfALeader: another voter takes over, and the node comes back when its disk accepts writes
-// again.
+// MB10: another voter takes over, and the node comes back when its disk accepts writes again.
 func TestSickDiskOfALeader(t *testing.T) {
 	t.Parallel()
 	g := newGroup(t)

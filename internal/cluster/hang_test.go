@@ -237,8 +237,8 @@ func (r *room) confirmed(c *cluster.Cluster) error {
 // time-out of up to 2 s, an election, and one more election time-out if the vote is split.
 const electedWithin = 7 * time.Second
 
-// TestLeaderWithAHungDiskStepsDown: a write of the leader's log does not return. Another node leads within
-// electedWithin and accepts writes. When the disk answers again, the first node follows, and nothing is lost.
+// HF1: a write of the leader's log does not return. Another node leads within electedWithin and accepts
+// writes. When the disk answers again, the first node follows, and nothing is lost.
 func TestLeaderWithAHungDiskStepsDown(t *testing.T) {
 	for _, hang := range []time.Duration{12 * time.Second, time.Minute} {
 		t.Run(hang.String(), func(t *testing.T) {
@@ -277,8 +277,7 @@ func TestLeaderWithAHungDiskStepsDown(t *testing.T) {
 	}
 }
 
-// TestLeaderWhoseReadsHangStepsDown: raft cannot go on without the entry that it reads, so the run ends, and
-// with it its heartbeats.
+// HF1: raft cannot go on without the entry that it reads, so the run ends, and with it its heartbeats.
 func TestLeaderWhoseReadsHangStepsDown(t *testing.T) {
 	inRoom(t, 3, func(t *testing.T, r *room) {
 		r.disk.begin(true)
@@ -309,7 +308,7 @@ func TestFollowerWithAHungDiskDisturbsNobody(t *testing.T) {
 	})
 }
 
-// TestCloseOverAHungDiskIsBounded: the data dir stays locked until the hanging write has returned.
+// HF1: the data dir stays locked until the hanging write has returned.
 func TestCloseOverAHungDiskIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h, dir := &hangs{}, t.TempDir()

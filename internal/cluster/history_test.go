@@ -137,8 +137,8 @@ func TestRegister(t *testing.T) {
 	}
 }
 
-// TestLinearizable: clients compete for the next revision through every member while leaders are killed and
-// cut off. One register must explain all their observations.
+// MB9: clients compete for the next revision through every member while leaders are killed and cut off. One
+// register must explain all their observations.
 func TestLinearizable(t *testing.T) {
 	t.Parallel()
 	seed := rand.Uint64()

@@ -290,8 +290,7 @@ func TestSnapshotForANewcomer(t *testing.T) {
 	g.same()
 }
 
-// TestStandbyIsCloseBehindOnceItHasTheLog: a standby that cannot be reached, or lacks a long log, must not
-// get a vote.
+// HF32: a standby that cannot be reached, or lacks a long log, must not get a vote.
 func TestStandbyIsCloseBehindOnceItHasTheLog(t *testing.T) {
 	t.Parallel()
 	g := newGroup(t)

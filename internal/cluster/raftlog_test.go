@@ -40,8 +40,8 @@ func TestRaftLogNamesNodes(t *testing.T) {
 	assert.Contains(t, out.String(), "leader-id=uid9", "a node without a known name")
 }
 
-// TestRaftWarnsOfAPeerThatStaysAway: the log does not mention a peer that is down for a moment. A peer that
-// stays away is one warning in ten minutes, for all kinds of messages.
+// HF31: the log does not mention a peer that is down for a moment. A peer that stays away is one warning in
+// ten minutes, for all kinds of messages.
 func TestRaftWarnsOfAPeerThatStaysAway(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l, out := newTestLog(slog.LevelInfo)

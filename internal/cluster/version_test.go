@@ -58,8 +58,8 @@ func (l *lines) count(words string) int {
 	return strings.Count(l.text.String(), words)
 }
 
-// TestUnreadableEntryEndsTheRun: a node that cannot read an entry of the log leaves consensus, keeps the
-// state from before the entry, says what to do, and continues from its log after an upgrade.
+// MB6: a node that cannot read an entry of the log leaves consensus, keeps the state from before the entry,
+// says what to do, and continues from its log after an upgrade.
 func TestUnreadableEntryEndsTheRun(t *testing.T) {
 	t.Parallel()
 	// the other forms of what a version cannot read: internal/state
@@ -180,9 +180,8 @@ func rewriteSnapshot(t *testing.T, dir string, change func([]byte) []byte) []byt
 	return was
 }
 
-// TestFollowerPassesOverNewFields: the copy of a worker or ingress works although the control nodes have a
-// later version. Ignored fields are counted, logged once, and kept in the data dir for the node's own
-// upgrade.
+// MB6: the copy of a worker or ingress works although the control nodes have a later version. Ignored fields
+// are counted, logged once, and kept in the data dir for the node's own upgrade.
 func TestFollowerPassesOverNewFields(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

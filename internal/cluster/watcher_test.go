@@ -102,7 +102,7 @@ func TestWatcherFollows(t *testing.T) {
 	})
 }
 
-// TestWatcherClosesOverAHungDisk: the data dir stays locked until the hanging write has returned.
+// HF44: the data dir stays locked until the hanging write has returned.
 func TestWatcherClosesOverAHungDisk(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -18,8 +18,8 @@ func quarters() []Grant {
 	return out
 }
 
-// TestUnitsThatShareADeviceDoNotWaitForEachOther: a unit waits for the memory of its own engine, and not for
-// what the others may hold: their shares, or what their processes hold if that is more.
+// HF77: a unit waits for the memory of its own engine, and not for what the others may hold: their shares, or
+// what their processes hold if that is more.
 func TestUnitsThatShareADeviceDoNotWaitForEachOther(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := &machine{used: [2]int{400, 400}}
@@ -53,8 +53,7 @@ func TestUnitsThatShareADeviceDoNotWaitForEachOther(t *testing.T) {
 	})
 }
 
-// TestARestartOnASharedDevice: what the others hold at the start of an engine counts as theirs, not as what
-// was there before it.
+// HF77: what the others hold at the start of an engine counts as theirs, not as what was there before it.
 func TestARestartOnASharedDevice(t *testing.T) {
 	m := &machine{used: [2]int{400, 0}}
 	k := open(t, m, KeeperConfig{Granted: func() []Grant { return quarters()[:2] }})
@@ -67,8 +66,8 @@ func TestARestartOnASharedDevice(t *testing.T) {
 	assert.Empty(t, k.Held(t.Context(), "a", []int{0}))
 }
 
-// TestEnginesWithoutADeviceAreNamed: engines that use a device which they were not granted are known as this
-// node's, and another program is still another program.
+// HF77: engines that use a device which they were not granted are known as this node's, and another program
+// is still another program.
 func TestEnginesWithoutADeviceAreNamed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := &machine{used: [2]int{55700, 300}, apps: "GPU-0, 999999997, 13900\nGPU-0, 999999998, 13900\n"}

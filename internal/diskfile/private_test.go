@@ -13,6 +13,12 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
+// HF72: a data dir of another user, one of mode 0777 or 0775, the same behind a symbolic link, a folder of
+// another user or for a group in it; by consensus, by the identity that `join` takes, by `doctor`; neither
+// HOME nor XDG_STATE_HOME: Refused with the owner or the mode, and `chown -R` or `chmod go-w` of the folder
+// behind the link as hint; root's own folders are accepted; `doctor` fails with the same text and hint; the
+// default lies below XDG_STATE_HOME, else HOME; without both `start`, `join` and `doctor` ask for
+// `--data-dir`.
 func TestOwners(t *testing.T) {
 	const me, other, dir = 1000, 65534, fs.ModeDir
 	for name, tc := range map[string]struct {
@@ -53,7 +59,8 @@ func assertRefused(t *testing.T, err error, found, hint string) {
 	assert.Contains(t, p.Hint, hint)
 }
 
-// TestPrivateFolders checks real folders: by their mode, behind a symbolic link, and by what lies in them.
+// HF72: TestPrivateFolders checks real folders: by their mode, behind a symbolic link, and by what lies in
+// them.
 func TestPrivateFolders(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "data")
 	require.NoError(t, os.Mkdir(dir, 0o700))

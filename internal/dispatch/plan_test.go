@@ -260,7 +260,7 @@ var options = map[string]func(s *script, c *Config){
 
 var rowOf = regexp.MustCompile(`(?m)^(\S.*)((?:\n\t.*)+)`)
 
-// TestPlans: every row of what may happen to a leg, with what follows from it.
+// RP23, RP24, RP29, RP41, RP44, RP47, RP53: every row of what may happen to a leg, with what follows from it.
 func TestPlans(t *testing.T) {
 	file, err := os.ReadFile("testdata/plans.txt")
 	require.NoError(t, err)

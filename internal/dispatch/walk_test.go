@@ -146,8 +146,8 @@ func check(t *testing.T, w *world, requests int) {
 	assert.Greater(t, w.passed, requests/2, "most requests get their answer")
 }
 
-// TestWalk: 10,000 requests under random kills, stops, restarts and late clocks of both sides and the proxy,
-// and as many in the other orders.
+// RP29: 10,000 requests under random kills, stops, restarts and late clocks of both sides and the proxy, and
+// as many in the other orders.
 func TestWalk(t *testing.T) {
 	for _, o := range []Order{PrefillFirst, DecodeFirst, Together} {
 		for seed := range uint64(2) {
@@ -183,7 +183,7 @@ func TestWalkBounds(t *testing.T) {
 	}
 }
 
-// TestWalkOfDeaths: every engine dies that gets one of a few requests.
+// RP23, RP24: every engine dies that gets one of a few requests.
 func TestWalkOfDeaths(t *testing.T) {
 	for _, o := range []Order{PrefillFirst, DecodeFirst, Together} {
 		for seed := range uint64(2) {
@@ -197,8 +197,8 @@ func TestWalkOfDeaths(t *testing.T) {
 	}
 }
 
-// TestWalkSeesDeaths: a shell that takes dead engines for such that refuse connections kills more of them. So
-// the walk is able to see it.
+// RP24: a shell that takes dead engines for such that refuse connections kills more of them. So the walk is
+// able to see it.
 func TestWalkSeesDeaths(t *testing.T) {
 	w := walk(t, testConfig(Together), 1, 1500, walkFaults{poison: 0.4, hides: true})
 	assert.Greater(t, w.mostDeaths, 2)

@@ -100,7 +100,7 @@ func TestNothingToLookAt(t *testing.T) {
 	assert.Empty(t, Examine(&Facts{Now: noon}))
 }
 
-// TestFaults changes one fact of a sound host at a time.
+// CC9, HF63, HF72, KV9b, KV10b: TestFaults changes one fact of a sound host at a time.
 func TestFaults(t *testing.T) {
 	for name, c := range map[string]struct {
 		change      func(f *Facts)
@@ -435,7 +435,7 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// TestWhatIsNoFault: facts that look like faults and are none.
+// CC9: facts that look like faults and are none.
 func TestWhatIsNoFault(t *testing.T) {
 	for name, change := range map[string]func(f *Facts){
 		"reserved ports": func(f *Facts) {

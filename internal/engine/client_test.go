@@ -38,6 +38,8 @@ func serve(t *testing.T, addr engine.Addressing, key string, h http.HandlerFunc)
 	return engine.NewClient(srv.URL, addr, key, rt)
 }
 
+// RP52: an engine that answers every request, `/health` too, with vLLM's 503 of elastic EP; another 503: as
+// RP51 with `scaling`, and requests wait for it in the queue; another 503 is a dead engine.
 func TestHealthIsTyped(t *testing.T) {
 	for status, want := range map[int]engine.Health{
 		200: engine.Alive, 204: engine.Alive, 503: engine.Dead,
@@ -69,8 +71,8 @@ func TestHealthIsTyped(t *testing.T) {
 	}
 }
 
-// TestHealthAsksWhetherAnEngineSleeps: with each probe where the engine has the route, and once where it has
-// none, until another engine may answer.
+// RP51: with each probe where the engine has the route, and once where it has none, until another engine may
+// answer.
 func TestHealthAsksWhetherAnEngineSleeps(t *testing.T) {
 	asked, answer, health := 0, "", http.StatusOK
 	c := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, r *http.Request) {
@@ -107,8 +109,8 @@ func TestHealthAsksWhetherAnEngineSleeps(t *testing.T) {
 	}
 }
 
-// TestProbesKeepTheirConnections: health and counters are asked for in the same moment, time and again; the
-// engine accepts two connections in all.
+// RP32: health and counters are asked for in the same moment, time and again; the engine accepts two
+// connections in all.
 func TestProbesKeepTheirConnections(t *testing.T) {
 	meeting, accepted := make(chan struct{}), atomic.Int32{}
 	srv := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

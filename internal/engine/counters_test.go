@@ -209,8 +209,8 @@ func TestServerInfo(t *testing.T) {
 // counters is what a page says of all ranks together.
 func counters(page []byte) Counters { return parsePage(page, "").Counters }
 
-// One of several front ends of a group has the ranks 4 and 5. Some front ends take their numbers, others
-// count from 0: the counters are found either way.
+// RG12: One of several front ends of a group has the ranks 4 and 5. Some front ends take their numbers,
+// others count from 0: the counters are found either way.
 func TestRanksBehindOneOfSeveralFrontEnds(t *testing.T) {
 	b, err := os.ReadFile("testdata/metrics_internal_lb.txt")
 	require.NoError(t, err)

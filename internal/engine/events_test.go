@@ -133,6 +133,7 @@ func TestLaunchedEnginesDialTheirOwnDPServer(t *testing.T) {
 	}
 }
 
+// KV16: no flag where nobody reads.
 func TestKV16NoFlagWhereNobodyReads(t *testing.T) {
 	for name, change := range map[string]func(a *app.Application){
 		"off": func(a *app.Application) { a.Engine.KVEvents = app.KVEventsOff },

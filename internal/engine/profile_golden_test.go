@@ -150,7 +150,7 @@ func describe(s *engine.Spec, l *engine.Launch) string {
 	return b.String()
 }
 
-// TestLaunches pins argv, environment, address and ports of each profile.
+// HF77: TestLaunches pins argv, environment, address and ports of each profile.
 func TestLaunches(t *testing.T) {
 	for name, s := range goldenLaunches() {
 		l, err := engine.Render(&s, nodeEnvironment())

@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestAnswers: well-formed answers, however they are cut into reads, and whether the connection is kept.
+// RP49: well-formed answers, however they are cut into reads, and whether the connection is kept.
 func TestAnswers(t *testing.T) {
 	long := strings.Repeat("0123456789abcdef", 4<<10)
 	for name, tc := range map[string]struct {
@@ -102,7 +102,7 @@ func TestAnswers(t *testing.T) {
 	}
 }
 
-// TestMalformed: what is not clear is an error, before or in the body, and its connection is not used again.
+// RP27, RP49: what is not clear is an error, before or in the body, and its connection is not used again.
 func TestMalformed(t *testing.T) {
 	head := func(fields string) string { return "HTTP/1.1 200 OK\r\n" + fields + "\r\n\r\n" }
 	const chunked = "Transfer-Encoding: chunked"

@@ -63,8 +63,8 @@ func TestReuse(t *testing.T) {
 	assert.True(t, c.Unused())
 }
 
-// TestReuseOverTLS: one connection serves requests with bodies of every size class; not one whose peer speaks
-// unasked, be it in the same segment as its answer, or closes while it waits.
+// RP49: one connection serves requests with bodies of every size class; not one whose peer speaks unasked, be
+// it in the same segment as its answer, or closes while it waits.
 func TestReuseOverTLS(t *testing.T) {
 	unasked, closes := make(chan bool, 1), make(chan bool, 1)
 	c, conns := overTLS(t, func(_ int, c net.Conn, r *bufio.Reader) {
@@ -356,8 +356,8 @@ func TestCancelBeforeTheEndIsRead(t *testing.T) {
 	assert.True(t, c.Unused())
 }
 
-// TestEarlyAnswer: an answer that comes while the body is still being written is not lost, whether the peer
-// then waits, closes or resets. The connection is not used again.
+// RP49: an answer that comes while the body is still being written is not lost, whether the peer then waits,
+// closes or resets. The connection is not used again.
 func TestEarlyAnswer(t *testing.T) {
 	const refusal = "HTTP/1.1 413 Too Large\r\nContent-Length: 3\r\n\r\nbig"
 	type conn interface{ CloseWrite() error }
@@ -559,8 +559,8 @@ func TestAlikeHeads(t *testing.T) {
 	}
 }
 
-// TestUnseen: a request whose connection the peer had closed before it was written is known to be unseen,
-// and one that the peer has read is not.
+// RP27: a request whose connection the peer had closed before it was written is known to be unseen, and one
+// that the peer has read is not.
 func TestUnseen(t *testing.T) {
 	for name, reads := range map[string]bool{"closed before": false, "read, then closed": true} {
 		t.Run(name, func(t *testing.T) {

@@ -223,8 +223,8 @@ func TestGroupInvariants(t *testing.T) {
 	})
 }
 
-// What the ranks do together comes on top of the slowest rank's time, as the tokens of the step say, and is
-// as much faster as the ranks are.
+// LG1: What the ranks do together comes on top of the slowest rank's time, as the tokens of the step say, and
+// is as much faster as the ranks are.
 func TestGroupStepHasWhatTheRanksShare(t *testing.T) {
 	shared := steptime.Shared{FixedMS: 1, FewTokenMS: 1, ManyMS: 100, ExpertsTokenMS: 2}
 	for _, c := range []struct {
@@ -247,7 +247,7 @@ func TestGroupStepHasWhatTheRanksShare(t *testing.T) {
 	}
 }
 
-// With prompt steps a rank that has a prompt does not decode in that step; without, it does.
+// LG1: With prompt steps a rank that has a prompt does not decode in that step; without, it does.
 func TestPromptSteps(t *testing.T) {
 	for _, promptSteps := range []bool{false, true} {
 		cfg := small()
@@ -274,7 +274,7 @@ func TestPromptSteps(t *testing.T) {
 	}
 }
 
-// A report says how many tokens the step has, and how many of them are of prompts. A prompt that came
+// LG1: A report says how many tokens the step has, and how many of them are of prompts. A prompt that came
 // computed has none.
 func TestReportsTellTokens(t *testing.T) {
 	cfg := small()

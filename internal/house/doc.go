@@ -1,8 +1,8 @@
 // Package house tests the rules of the code that a compiler does not know: which package may import which,
-// what a pure package may not do, that no test library is linked into the binary, and what CONTRIBUTING.md
-// says of files, lines and comments. It holds tests only. They read the source tree and run nothing of it.
+// what a pure package may not do, that no test library is linked into the binary, what CONTRIBUTING.md
+// says of files, lines and comments, and how many lines a package may have. It writes test/acceptance.md. It
+// holds tests only. They read the source tree and run nothing of it.
 //
-// There are five layers: 0 pure packages, 1 adapters, 2 actors and the admin API, 3 internal/server and
-// the command, 4
-// tests. A package imports only packages of lower layers. internal/ is below all of them.
+// There are five layers: 0 pure packages, 1 adapters, 2 actors and the admin API, 3 internal/server and the
+// command, 4 tests. A package imports only packages of lower layers. internal/ is below all of them.
 package house

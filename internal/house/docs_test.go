@@ -91,6 +91,28 @@ func addExported(names map[string]bool, file *ast.File) {
 	}
 }
 
+// receiver is the name of a method's type, "" of a function.
+func receiver(d *ast.FuncDecl) string {
+	if d.Recv == nil {
+		return ""
+	}
+	expr := d.Recv.List[0].Type
+	for {
+		switch e := expr.(type) {
+		case *ast.StarExpr:
+			expr = e.X
+		case *ast.IndexExpr:
+			expr = e.X
+		case *ast.IndexListExpr:
+			expr = e.X
+		case *ast.Ident:
+			return e.Name
+		default:
+			return ""
+		}
+	}
+}
+
 // TestAddExported checks the checker on a small file.
 func TestAddExported(t *testing.T) {
 	const text = `package p

@@ -137,6 +137,7 @@ func TestSK8StopPassesAFullInbox(t *testing.T) {
 	box.Halt()
 }
 
+// SK8: fast sender never blocks and loses nothing accepted.
 func TestSK8FastSenderNeverBlocksAndLosesNothingAccepted(t *testing.T) {
 	sys := system(t, nil)
 	var got int

@@ -129,6 +129,7 @@ func FuzzMessages(f *testing.F) {
 	f.Fuzz(func(t *testing.T, which uint8, data []byte) { all[int(which)%len(all)].readsAny(t, data) })
 }
 
+// MB6: fields of later versions are passed over.
 func TestFieldsOfLaterVersionsArePassedOver(t *testing.T) {
 	counted := ""
 	got, err := decode[msg.StopRank]([]byte(`{"Unit":"chat/0","Epoch":2,"Mood":"blue"}`),

@@ -431,7 +431,7 @@ func TestTheOnlyControlNodeRenewsItsOwnCertificate(t *testing.T) {
 	}, "a", "worker")
 }
 
-// A renewed certificate has the roles and the key of the join.
+// HF21: A renewed certificate has the roles and the key of the join.
 func TestARenewedCertificateHasTheRolesAndTheKeyOfTheJoin(t *testing.T) {
 	withCluster(t, func(t *testing.T, w *testCluster) {
 		w.store.authority(t)
@@ -459,7 +459,7 @@ func TestARenewedCertificateHasTheRolesAndTheKeyOfTheJoin(t *testing.T) {
 	}, "worker", "b")
 }
 
-// The certificate decides the roles: a report or a command of the node cannot change them.
+// HF21: The certificate decides the roles: a report or a command of the node cannot change them.
 func TestARenewalWithOtherRolesThanTheCertificatesIsRefused(t *testing.T) {
 	withCluster(t, func(t *testing.T, w *testCluster) {
 		w.setLeader("b")
@@ -474,6 +474,7 @@ func TestARenewalWithOtherRolesThanTheCertificatesIsRefused(t *testing.T) {
 	}, "a", "b", "ingress")
 }
 
+// HF21, HF73: nodes without role control make no members.
 func TestNodesWithoutRoleControlMakeNoMembers(t *testing.T) {
 	withCluster(t, func(t *testing.T, w *testCluster) {
 		w.setLeader("b")

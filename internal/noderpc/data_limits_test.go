@@ -28,8 +28,8 @@ import (
 	"github.com/dpserve/dpserve/internal/rankleg"
 )
 
-// TestLargeBodiesAreBounded: large bodies that together need more than the data port has for them are refused
-// before they are read, and the memory is free again when a request has ended.
+// RP53b: large bodies that together need more than the data port has for them are refused before they are
+// read, and the memory is free again when a request has ended.
 func TestLargeBodiesAreBounded(t *testing.T) {
 	s := &DataServer{largeLimit: 12 << 20}
 	for range 2 {

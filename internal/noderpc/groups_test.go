@@ -98,9 +98,9 @@ func (n *groupNet) close() {
 	}
 }
 
-// TestGroupLinks: an ingress reaches the owner of a queue over one stream, which carries messages both ways
-// in their order. Each end notices within a bit more than a second that the other one is not heard, whichever
-// way is cut, and a later stream begins anew.
+// LG34: an ingress reaches the owner of a queue over one stream, which carries messages both ways in their
+// order. Each end notices within a bit more than a second that the other one is not heard, whichever way is
+// cut, and a later stream begins anew.
 func TestGroupLinks(t *testing.T) {
 	t.Parallel()
 	for _, cut := range [][2]string{{"a", "b"}, {"b", "a"}} {

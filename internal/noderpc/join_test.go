@@ -159,9 +159,9 @@ func keySum(t *testing.T, key []byte) string {
 	return sum
 }
 
-// Name and UID of a node are in the certificate that it shows to every peer, and a token may be in a journal.
-// A stranger that has both still lacks the key; and the node itself cannot change its roles by a repeated
-// join.
+// HF21: Name and UID of a node are in the certificate that it shows to every peer, and a token may be in a
+// journal. A stranger that has both still lacks the key; and the node itself cannot change its roles by a
+// repeated join.
 func TestAUsedTokenGivesNothingToAnotherKey(t *testing.T) {
 	g := newJoinRig(t)
 	victim := newcomer("b")
@@ -189,7 +189,7 @@ func TestAUsedTokenGivesNothingToAnotherKey(t *testing.T) {
 	require.NoError(t, err, "the node itself may repeat it")
 }
 
-// TestJoinNamesTheStepThatFailed checks text, code and hint of the new node's error.
+// HF73: TestJoinNamesTheStepThatFailed checks text, code and hint of the new node's error.
 func TestJoinNamesTheStepThatFailed(t *testing.T) {
 	g := newJoinRig(t)
 	own, _ := newCertificateRequest(t)

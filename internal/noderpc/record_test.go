@@ -153,7 +153,7 @@ func drawRecord(t *rapid.T, seq uint64) msg.Record {
 	return r
 }
 
-// TestRecordsComeBackEqual: unpacking returns the packed records, wherever the messages are cut.
+// RA5: unpacking returns the packed records, wherever the messages are cut.
 func TestRecordsComeBackEqual(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		want := []msg.Record{firstRecord()}
@@ -198,7 +198,7 @@ type discard struct{}
 func (discard) record(*remoteRank, *msg.Record) {}
 func (discard) listed()                         {}
 
-// TestNumbersOnTheWire pins the numbers that other versions rely on.
+// RA5: TestNumbersOnTheWire pins the numbers that other versions rely on.
 func TestNumbersOnTheWire(t *testing.T) {
 	assert.Equal(t, []wireKind{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}, []wireKind{
 		wireOf(msg.RecSnapshot), wireOf(msg.RecAdmitted), wireOf(msg.RecFirstToken), wireOf(msg.RecProgress),

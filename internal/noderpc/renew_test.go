@@ -68,8 +68,9 @@ func (g *joinRig) credentials(t *testing.T, node string, at time.Time, roles ...
 	return c
 }
 
-// An expired certificate gives the next one to a node that is still a member, with the roles of its record,
-// at the leader only: another node's copy of the state may lack a removal. No other method is served there.
+// HF20: An expired certificate gives the next one to a node that is still a member, with the roles of its
+// record, at the leader only: another node's copy of the state may lack a removal. No other method is served
+// there.
 func TestAnExpiredCertificateIsRenewedByTheLeader(t *testing.T) {
 	g := newJoinRig(t)
 	leads := true

@@ -116,8 +116,7 @@ func TestSilenceOfANodeThatJoins(t *testing.T) {
 	})
 }
 
-// TestARestartThatWasAnnounced: a node says that its process is replaced. Its silence is no warning then,
-// unless it lasts.
+// HF75: a node says that its process is replaced. Its silence is no warning then, unless it lasts.
 func TestARestartThatWasAnnounced(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -306,7 +305,7 @@ func TestLostAndRemovedNodesAreOutAtOnce(t *testing.T) {
 	})
 }
 
-// TestPosts: messages that give something back reach their rank, in order, and no other incarnation.
+// RP44, RP48: messages that give something back reach their rank, in order, and no other incarnation.
 func TestPosts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)

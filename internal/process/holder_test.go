@@ -23,6 +23,7 @@ func TestBlocks(t *testing.T) {
 	assert.True(t, all.Blocks("127.0.0.9:8265"))
 }
 
+// HF68: holder.
 func TestHolder(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)

@@ -85,7 +85,7 @@ func TestTheMemoryOfACgroup(t *testing.T) {
 	assert.Equal(t, "engine exited with code 1 after 1s", exit.String())
 }
 
-// What the kernel refuses is told and makes nothing.
+// HF63: What the kernel refuses is told and makes nothing.
 func TestACgroupThatCannotBeMade(t *testing.T) {
 	folder := t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(folder, controllersFile), []byte("memory\n"), 0o600))
@@ -116,7 +116,7 @@ func TestEmptyCgroupsAreRemoved(t *testing.T) {
 	assert.DirExists(t, kept)
 }
 
-// The kernel starts nothing in a folder that is no cgroup: the process runs without one.
+// HF63: The kernel starts nothing in a folder that is no cgroup: the process runs without one.
 func TestAStartThatACgroupRefuses(t *testing.T) {
 	for name, c := range map[string]struct{ program, cgroup, err string }{
 		"no cgroup":  {"sleep", t.TempDir(), ""},

@@ -14,8 +14,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestConnectNow: a connection to an engine on this machine is complete before package net waits for it, over
-// IPv4 and IPv6; connections to other machines are left alone.
+// RC3: a connection to an engine on this machine is complete before package net waits for it, over IPv4 and
+// IPv6; connections to other machines are left alone.
 func TestConnectNow(t *testing.T) {
 	for _, address := range []string{"127.0.0.1:0", "[::1]:0"} {
 		t.Run(address, func(t *testing.T) {

@@ -37,7 +37,7 @@ func parsed(t *testing.T, s string) *url.URL {
 	return u
 }
 
-// TestBodiesOfAnySize: they share connections, and nobody reads a body once its answer has begun.
+// RP27: they share connections, and nobody reads a body once its answer has begun.
 func TestBodiesOfAnySize(t *testing.T) {
 	seen := make(chan string, 8)
 	srv := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
@@ -60,7 +60,7 @@ func TestBodiesOfAnySize(t *testing.T) {
 	assert.Empty(t, l.attached.clients)
 }
 
-// TestALargeBodyMayBeRefusedEarly: an engine that answers before it has read the body is heard.
+// RP27: an engine that answers before it has read the body is heard.
 func TestALargeBodyMayBeRefusedEarly(t *testing.T) {
 	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		w.WriteHeader(http.StatusRequestEntityTooLarge)
@@ -124,7 +124,7 @@ func TestStale(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// TestAWrittenBodyIsFree: no body is kept for as long as its answer lasts.
+// RP7: no body is kept for as long as its answer lasts.
 func TestAWrittenBodyIsFree(t *testing.T) {
 	over := make(chan struct{})
 	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -21,9 +21,9 @@ import (
 	"github.com/dpserve/dpserve/internal/enginehttp"
 )
 
-// TestResend: a request is sent a second time only if its connection had waited and ended so soon after the
-// write that the engine cannot have worked on it. An engine that ends later, or that cannot be reached for
-// the second time, may have died of the request: the first error says so, and not the refused dial that
+// RP23, RP27, RP47: a request is sent a second time only if its connection had waited and ended so soon after
+// the write that the engine cannot have worked on it. An engine that ends later, or that cannot be reached
+// for the second time, may have died of the request: the first error says so, and not the refused dial that
 // follows.
 func TestResend(t *testing.T) {
 	for name, c := range map[string]struct {
@@ -86,7 +86,7 @@ func TestResend(t *testing.T) {
 	}
 }
 
-// TestNoFiles: a dial that fails for want of an open file is the fault of this process.
+// RP27: a dial that fails for want of an open file is the fault of this process.
 func TestNoFiles(t *testing.T) {
 	for _, errno := range []syscall.Errno{syscall.EMFILE, syscall.ENFILE} {
 		synctest.Test(t, func(t *testing.T) {
@@ -100,8 +100,8 @@ func TestNoFiles(t *testing.T) {
 	}
 }
 
-// TestEnginesOverTLS: whatever the size of the request, with the host that the URL names, and as strictly as
-// without; an engine that shows no certificate that is trusted takes no connection.
+// RP27, RP49: whatever the size of the request, with the host that the URL names, and as strictly as without;
+// an engine that shows no certificate that is trusted takes no connection.
 func TestEnginesOverTLS(t *testing.T) {
 	srv := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, _ := io.ReadAll(r.Body)

@@ -34,8 +34,8 @@ func (r *rest) Size() int64   { return r.size }
 func (r *rest) IsBegun() bool { return r.isBegun }
 func (r *rest) End()          {}
 
-// TestRestOfABody: it follows the beginning in the same message, over TLS as well; an engine that is told its
-// rank in the body hears it in the beginning. The connection is used again only if all of it came.
+// RP53: it follows the beginning in the same message, over TLS as well; an engine that is told its rank in
+// the body hears it in the beginning. The connection is used again only if all of it came.
 func TestRestOfABody(t *testing.T) {
 	type seen struct {
 		length int64

@@ -171,7 +171,7 @@ func (e *fakeEngine) whole() {
 	require.NoError(e.t, resp.Body.Close())
 }
 
-// TestARequestBesideOthersNeedsNoDial: however many streams run, the next request finds a connection.
+// RC2: however many streams run, the next request finds a connection.
 func TestARequestBesideOthersNeedsNoDial(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		e := newFakeEngine(t)
@@ -184,8 +184,8 @@ func TestARequestBesideOthersNeedsNoDial(t *testing.T) {
 	})
 }
 
-// TestNothingIsDialledWithoutRequests: a spare connection that nobody used is closed when its time is over,
-// and no other one takes its place before the next request.
+// RC2: a spare connection that nobody used is closed when its time is over, and no other one takes its place
+// before the next request.
 func TestNothingIsDialledWithoutRequests(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		e := newFakeEngine(t)
@@ -202,8 +202,8 @@ func TestNothingIsDialledWithoutRequests(t *testing.T) {
 	})
 }
 
-// TestADeadEngineIsDialledByItsRequestsAlone: no spare connection is dialled to an engine that refuses
-// connections, or takes them and does not answer.
+// RC2: no spare connection is dialled to an engine that refuses connections, or takes them and does not
+// answer.
 func TestADeadEngineIsDialledByItsRequestsAlone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		for _, kind := range []func(*fakeEngine) *bool{
@@ -227,7 +227,7 @@ func TestADeadEngineIsDialledByItsRequestsAlone(t *testing.T) {
 	})
 }
 
-// TestASpareThatTheEngineClosedIsAFreeResend: the request may be sent again, and finds the engine.
+// RC2: the request may be sent again, and finds the engine.
 func TestASpareThatTheEngineClosedIsAFreeResend(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		e := newFakeEngine(t)
@@ -240,8 +240,7 @@ func TestASpareThatTheEngineClosedIsAFreeResend(t *testing.T) {
 	})
 }
 
-// TestDialsOfSparesAreBounded: one at a time per engine, for as long as a dial may take; and none outlives
-// the legs.
+// RC2: one at a time per engine, for as long as a dial may take; and none outlives the legs.
 func TestDialsOfSparesAreBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		e := newFakeEngine(t)

@@ -14,7 +14,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// A certificate, or a removal, is written to a disk that hangs.
+// HF44: A certificate, or a removal, is written to a disk that hangs.
 func TestCloseEndsOverADiskThatHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, kill := context.WithCancel(t.Context())

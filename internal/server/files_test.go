@@ -8,6 +8,9 @@ import (
 	"github.com/stretchr/testify/assert"
 )
 
+// RP37: limits of open files from 256 to 2^63, 4 slots: 16,000 connections from 32,320 files on; below, half
+// of what is left beside the reserve, and never less than an eighth; one line, a warning below 1,000
+// connections.
 func TestMaxConnsFollowsTheLimitOfOpenFiles(t *testing.T) {
 	const text = ` msg="the limit of open files allows fewer client connections; ` +
 		`raise it (ulimit -n, LimitNOFILE)" `

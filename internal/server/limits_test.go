@@ -14,7 +14,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// --max-body is the limit of the endpoint, and the 413 answer names the flag.
+// RP13, RP54: --max-body is the limit of the endpoint, and the 413 answer names the flag.
 func TestMaxBodyReachesTheEndpoint(t *testing.T) {
 	for mib, want := range map[int]map[int]int{
 		1: {1: 413, 0: 404}, DefaultMaxBody: {17: 413, 1: 404},

@@ -166,7 +166,8 @@ func TestDeployReplacesRankChanges(t *testing.T) {
 	assert.Equal(t, []string{"0/2 http://127.0.0.1:3 selector 4"}, change.Gone)
 }
 
-// A URL that answers the node's probe as an ingress of its own cluster does is no engine. Others are added.
+// RP36: A URL that answers the node's probe as an ingress of its own cluster does is no engine. Others are
+// added.
 func TestAddRankRefusesTheClustersOwnAddress(t *testing.T) {
 	b := newBackend(t, edgeFile)
 	var via string

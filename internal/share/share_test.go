@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestSharesAreExact: every share that a file can write is its own number of parts, and sums do not drift.
+// HF76: every share that a file can write is its own number of parts, and sums do not drift.
 func TestSharesAreExact(t *testing.T) {
 	for parts := range 2*Whole + 1 {
 		written, err := strconv.ParseFloat(Format(parts), 64)

@@ -72,8 +72,8 @@ func TestTheRingIsBounded(t *testing.T) {
 	assert.Len(t, b.lines[0].Text, process.LineLimit, "cut, and the rest of the line is dropped")
 }
 
-// Lines that leave the ring while the disk does not take them are counted in the file, and neither the engine
-// nor a reader waits.
+// EN3: Lines that leave the ring while the disk does not take them are counted in the file, and neither the
+// engine nor a reader waits.
 func TestAFullDiskStopsTheFileOnly(t *testing.T) {
 	if _, err := os.Stat("/dev/full"); err != nil {
 		t.Skip("needs /dev/full")
@@ -111,7 +111,7 @@ func TestAFullDiskStopsTheFileOnly(t *testing.T) {
 	assert.Equal(t, []string{fmt.Sprint("line ", ringLines+4), "the last one"}, texts(last))
 }
 
-// Two files of at most 10 MiB and a line hold what an engine prints, however much it is.
+// EN3: Two files of at most 10 MiB and a line hold what an engine prints, however much it is.
 func TestTheFilesAreBounded(t *testing.T) {
 	dir := t.TempDir()
 	file := &diskfile.Log{Path: filepath.Join(dir, outputFile), Limit: 1000}

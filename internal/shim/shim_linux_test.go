@@ -323,9 +323,9 @@ func inheritOrphans(t *testing.T) (reap func()) {
 	}
 }
 
-// An engine has a core that has overwritten its environment and a helper that has left environment, session
-// and parent. Nothing of them outlives the end of the front process, nor, where there are cgroups, the
-// SIGKILL of the shim, although nobody waits for the front.
+// EN3, HF60, HF61: An engine has a core that has overwritten its environment and a helper that has left
+// environment, session and parent. Nothing of them outlives the end of the front process, nor, where there
+// are cgroups, the SIGKILL of the shim, although nobody waits for the front.
 func TestWhatBelongsToAnEngine(t *testing.T) {
 	for name, program := range map[string]func(*testing.T) string{
 		"cgroup":  func(*testing.T) string { return os.Args[0] },
@@ -410,7 +410,8 @@ func canMakeCgroups(t *testing.T) bool {
 	return err == nil
 }
 
-// A copy of a launch's folder, by bytes or by links, is told from the original: nothing of it is touched.
+// HF59: A copy of a launch's folder, by bytes or by links, is told from the original: nothing of it is
+// touched.
 func TestACopiedFolder(t *testing.T) {
 	r := begin(t, t.TempDir(), nil, "core", "stubborn")
 	assert.Equal(t, []string{"stdout renamed"}, r.lines(0, 1))
@@ -536,6 +537,7 @@ func forge(t *testing.T, word string, attr *syscall.SysProcAttr, isRecorded bool
 	return find(t, dir)
 }
 
+// EN3: forged sockets.
 func TestForgedSockets(t *testing.T) {
 	t.Run("another process", func(t *testing.T) {
 		e := forge(t, `{"dpserve_shim":1}`, nil, false)
@@ -564,6 +566,7 @@ func TestForgedSockets(t *testing.T) {
 	})
 }
 
+// EN3: folders that are no launch.
 func TestFoldersThatAreNoLaunch(t *testing.T) {
 	dir := t.TempDir()
 	require.NoError(t, os.Mkdir(filepath.Join(dir, "a.1"), 0o700))
@@ -643,8 +646,8 @@ func TestAShimThatIsSentGarbage(t *testing.T) {
 	assert.False(t, dead(r.info.State.PID))
 }
 
-// An engine that prints 64 MiB leaves two files of 10 MiB; a disk that is full stops neither it nor the lines
-// that a node reads.
+// EN3: An engine that prints 64 MiB leaves two files of 10 MiB; a disk that is full stops neither it nor the
+// lines that a node reads.
 func TestALotOfOutput(t *testing.T) {
 	dir := t.TempDir()
 	file := filepath.Join(t.TempDir(), "go")

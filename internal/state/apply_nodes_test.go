@@ -235,6 +235,7 @@ func TestRemovedNodeIsRememberedAsLongAsItsCertificateLives(t *testing.T) {
 	assert.Equal(t, 131*day, m.RemovedAt["uid-b"])
 }
 
+// HF21: put node changes neither roles nor key.
 func TestPutNodeChangesNeitherRolesNorKey(t *testing.T) {
 	m := withNodes(t, "a")
 	edge := node("b", RoleIngress, RoleWorker)

@@ -217,9 +217,8 @@ func checkHosts(t *rapid.T, before, after *State, c *Command) {
 	}
 }
 
-// TestAnyCommandsKeepTheInvariants: nothing is held twice, epochs only grow, by one per grant, refusals
-// change nothing, an older clone stays as it was, and a replay of the encoded log from a snapshot in the
-// middle gives the same bytes.
+// HF76: nothing is held twice, epochs only grow, by one per grant, refusals change nothing, an older clone
+// stays as it was, and a replay of the encoded log from a snapshot in the middle gives the same bytes.
 func TestAnyCommandsKeepTheInvariants(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		s := New()

@@ -265,7 +265,7 @@ func TestDevicesAreTakenOnce(t *testing.T) {
 	m.must(c(1, 4))
 }
 
-// TestSharesOfADevice: shares of any units add up to one device at most, and whole devices are not shared.
+// HF76: shares of any units add up to one device at most, and whole devices are not shared.
 func TestSharesOfADevice(t *testing.T) {
 	m := newMachine(t)
 	m.must(put(spec("x", "1"), spec("y", "1", "m2")))
@@ -370,8 +370,8 @@ func TestFailedUnitHoldsNothingAndKeepsItsReason(t *testing.T) {
 	assert.Empty(t, m.Units["x/0/0"].Reason)
 }
 
-// TestServedOutlivesGrants: what a unit was ready with is known after a release and after a snapshot, until
-// its application is forgotten.
+// HF50: what a unit was ready with is known after a release and after a snapshot, until its application is
+// forgotten.
 func TestServedOutlivesGrants(t *testing.T) {
 	m := newMachine(t)
 	m.must(put(spec("x", "1", "x")))

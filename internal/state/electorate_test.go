@@ -214,6 +214,7 @@ func successorIn(changes []Change) string {
 	return ""
 }
 
+// HF30: check unvote.
 func TestCheckUnvote(t *testing.T) {
 	for _, c := range []struct {
 		name, members, uid, successor string
@@ -360,8 +361,8 @@ func (m *machines) remove(uid string) {
 	m.all = slices.Delete(m.all, i, i+1)
 }
 
-// TestRemovalsKeepALivingMajority: whatever fails in between, no accepted removal and no step towards it
-// leaves the voters without a living majority.
+// HF30: whatever fails in between, no accepted removal and no step towards it leaves the voters without a
+// living majority.
 func TestRemovalsKeepALivingMajority(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		m := &machines{t: rt}

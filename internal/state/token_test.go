@@ -45,8 +45,8 @@ func useWith(hash, uid, key string) Command {
 	return Command{UseToken: &UseToken{Hash: hash, UID: uid, Key: key, Now: 1}}
 }
 
-// TestATokenIsBoundToTheKeyThatUsedIt: a UID is not secret, because every certificate shows it. So only the
-// key that used a token may use it again, and no token lets another key take a known node's UID.
+// HF21: a UID is not secret, because every certificate shows it. So only the key that used a token may use it
+// again, and no token lets another key take a known node's UID.
 func TestATokenIsBoundToTheKeyThatUsedIt(t *testing.T) {
 	m := withNodes(t, "a")
 	m.must(token("h", 100, 2))
@@ -82,8 +82,8 @@ func TestTokensAreBounded(t *testing.T) {
 	assert.NotNil(t, m.Tokens["late"])
 }
 
-// TestTokensOfRoles: a token that names roles lets no node join that asks for another one, also not a node
-// that has used it before.
+// HF73: a token that names roles lets no node join that asks for another one, also not a node that has used
+// it before.
 func TestTokensOfRoles(t *testing.T) {
 	ask := func(uid string, roles ...Role) Command {
 		return Command{UseToken: &UseToken{
@@ -122,7 +122,7 @@ func TestTokensOfRoles(t *testing.T) {
 
 func revoke(id string) Command { return Command{RevokeToken: &RevokeToken{ID: id, All: id == ""}} }
 
-// TestRevokedTokens: a revoked token is refused at once, and its record says so until it is dropped.
+// HF73: a revoked token is refused at once, and its record says so until it is dropped.
 func TestRevokedTokens(t *testing.T) {
 	m := newMachine(t)
 	for _, hash := range []string{"aaaaaaaaaaaa1", "bbbbbbbbbbbb1", "cccccccccccc1"} {
@@ -144,6 +144,7 @@ func TestRevokedTokens(t *testing.T) {
 	assert.True(t, newMachine(t).must(revoke("")).Unchanged, "there is none")
 }
 
+// HF73: what a token is good for.
 func TestWhatATokenIsGoodFor(t *testing.T) {
 	now := time.UnixMilli(100)
 	for want, of := range map[string]Token{
@@ -154,8 +155,8 @@ func TestWhatATokenIsGoodFor(t *testing.T) {
 	}
 }
 
-// TestOldTokensAreDropped: a token that expired a day ago goes when the next one is made, and of too many
-// tokens a revoked one goes first.
+// HF73: a token that expired a day ago goes when the next one is made, and of too many tokens a revoked one
+// goes first.
 func TestOldTokensAreDropped(t *testing.T) {
 	const day = 24 * 60 * 60 * 1000
 	put := func(hash string, made, expires int64) Command {

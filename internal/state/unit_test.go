@@ -232,8 +232,8 @@ func failedOnce() Machine {
 	return Machine{Phase: Failed, Epoch: 3, Launch: "l", Attempt: 3, Due: noon, Starts: 3}
 }
 
-// TestFailedUnitIsTriedAgain now and then. It counts as failed until it is ready; from then on it is started
-// for ever.
+// HF52: TestFailedUnitIsTriedAgain now and then. It counts as failed until it is ready; from then on it is
+// started for ever.
 func TestFailedUnitIsTriedAgain(t *testing.T) {
 	m := failedOnce()
 	for try := range 3 {
@@ -306,7 +306,7 @@ func TestNodesThatEndWithAStartAreSpared(t *testing.T) {
 	assert.Equal(t, noon.Add(DefaultRestartMax), m.Due)
 }
 
-// TestWaitsAreSpread: chance takes up to a quarter of a restart's wait, and nothing of the first attempts'.
+// HF50: chance takes up to a quarter of a restart's wait, and nothing of the first attempts'.
 func TestWaitsAreSpread(t *testing.T) {
 	first, restart := in(Starting), in(Ready)
 	for spread, want := range map[float64]int64{0: 4000, 0.5: 3500, 1: 3000} {
@@ -318,7 +318,8 @@ func TestWaitsAreSpread(t *testing.T) {
 	}
 }
 
-// TestAClockThatJumpsADay makes a unit wait no longer than its longest wait. A jump ahead tries it at once.
+// HF50: TestAClockThatJumpsADay makes a unit wait no longer than its longest wait. A jump ahead tries it at
+// once.
 func TestAClockThatJumpsADay(t *testing.T) {
 	for phase, longest := range map[Phase]time.Duration{
 		Backoff: DefaultRestartMax, Failed: DefaultFailedRetry, Starting: DefaultResend,
@@ -335,7 +336,7 @@ func TestAClockThatJumpsADay(t *testing.T) {
 	}
 }
 
-// A start that finds its ports taken is no attempt, three times in a row. Then the unit is failed.
+// HF68: A start that finds its ports taken is no attempt, three times in a row. Then the unit is failed.
 func TestPortsThatAreTakenAreNoFailedStart(t *testing.T) {
 	m, _ := Next(Machine{}, Event{Kind: EvWant}, noon, Timers{})
 	var effects []Effect
@@ -550,8 +551,8 @@ func TestTimersArePinned(t *testing.T) {
 	assert.Equal(t, 5*time.Minute, Timers{}.WithDefaults().restartDelay(1<<40))
 }
 
-// TestAnyEventsKeepTheMachineRight plays random events against raft as it is (epochs by grant) and a dumb
-// count of starts. What was ready before under the launch of the grant in hand is never failed.
+// HF50: TestAnyEventsKeepTheMachineRight plays random events against raft as it is (epochs by grant) and a
+// dumb count of starts. What was ready before under the launch of the grant in hand is never failed.
 func TestAnyEventsKeepTheMachineRight(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		m := Machine{Attach: rapid.Bool().Draw(t, "attach")}

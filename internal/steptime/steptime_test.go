@@ -86,7 +86,7 @@ func TestPrefillIsTheSumOfItsSteps(t *testing.T) {
 	assert.Greater(t, ref.Stretch(decodes, kv, chunk), ref.Stretch(0, 0, chunk))
 }
 
-// The lockcost model gives what was published of groups of DeepSeek-V3, and each rank's prompt costs the
+// LG1: The lockcost model gives what was published of groups of DeepSeek-V3, and each rank's prompt costs the
 // group more than what it adds to its own rank.
 func TestDeepSeekReproducesThePublishedSteps(t *testing.T) {
 	for _, c := range []struct {

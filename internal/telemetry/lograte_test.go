@@ -39,6 +39,9 @@ func (l *lockedBuffer) Reset() {
 	l.b.Reset()
 }
 
+// RP35: 5,000 lines of one cause in a second, another cause beside it, debug lines, 10,000 causes: 50 lines
+// of each cause, then one line with the number of the others after a second; debug lines all; causes beyond
+// 256 share one count.
 func TestLimitLines(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var buf lockedBuffer

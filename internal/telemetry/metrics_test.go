@@ -259,8 +259,8 @@ func TestRefusedRequestsOutliveApplications(t *testing.T) {
 	assert.Equal(t, []string{`dpserve_requests_total{app="",code="404",route="other"} 1`}, series(t, m))
 }
 
-// Ranks that the next ShowRanks does not contain lose their series; a rank without events has no event
-// series.
+// LG45, RP31: Ranks that the next ShowRanks does not contain lose their series; a rank without events has no
+// event series.
 func TestSeriesGoWithTheirRank(t *testing.T) {
 	m := telemetry.New()
 	assert.NotContains(t, strings.Join(series(t, m), "\n"), "dpserve_kv_")

@@ -96,6 +96,7 @@ func (r *reader) requireEqual() {
 	}
 }
 
+// KV3: exact after drops duplicates and reorders.
 func TestKV3ExactAfterDropsDuplicatesAndReorders(t *testing.T) {
 	r := rand.New(rand.NewPCG(7, 7))
 	from := newStream(t)
@@ -180,6 +181,8 @@ func TestClearedEmptiesOneRank(t *testing.T) {
 	verify(t, ix)
 }
 
+// KV6: store one hash twice, remove once, remove again: Resident after the first, gone after the second; a
+// 7-block hit scores 7.
 func TestKV6OneBitPerPhysicalCopy(t *testing.T) {
 	ix := newIndex(t, Config{})
 	c := open(t, ix, 0, FromEvents)
@@ -199,6 +202,7 @@ func TestKV6OneBitPerPhysicalCopy(t *testing.T) {
 	verify(t, ix)
 }
 
+// KV6: the last block is stored twice in a batch of its own.
 func TestKV6TheLastBlockIsStoredTwiceInABatchOfItsOwn(t *testing.T) {
 	ix := newIndex(t, Config{})
 	c := open(t, ix, 0, FromEvents)
@@ -216,6 +220,8 @@ func TestKV6TheLastBlockIsStoredTwiceInABatchOfItsOwn(t *testing.T) {
 	assert.Equal(t, 6, hitsOf(ix, chain(ids, 16))[0])
 }
 
+// KV7: hybrid attention groups; 16- and 64-token blocks in one stream: Only full-attention blocks count;
+// every parent resolves.
 func TestKV7OnlyFullAttentionCounts(t *testing.T) {
 	ix := newIndex(t, Config{})
 	c := open(t, ix, 0, FromEvents)
@@ -295,6 +301,7 @@ func (k *kv11) store(n int) {
 	}
 }
 
+// KV11: the cap holds.
 func TestKV11TheCapHolds(t *testing.T) {
 	prompts := 800
 	if testing.Short() || scale > 1 {
@@ -334,6 +341,8 @@ func TestKV11TheCapHolds(t *testing.T) {
 	verify(t, k.ix)
 }
 
+// KV12: one block on 32 ranks; 4,096-block prompt; same tokens under another salt, LoRA or image: 32 holders;
+// full hit scores 4,096; 0 blocks shared.
 func TestKV12NoCapOnHoldersOrDepth(t *testing.T) {
 	ix := newIndex(t, Config{})
 	ids := count(4096)
@@ -356,6 +365,7 @@ func TestKV12NoCapOnHoldersOrDepth(t *testing.T) {
 	}
 }
 
+// KV12: other salts share nothing.
 func TestKV12OtherSaltsShareNothing(t *testing.T) {
 	ids := count(64)
 	base := Salt{Unit: Tokens, BlockSize: 16, Model: "m"}
@@ -384,6 +394,10 @@ func TestKV12OtherSaltsShareNothing(t *testing.T) {
 	add(7, NewHasher([]byte("other")).Tokens(nil, NewHasher([]byte("other")).Root(base), ids, 16, nil))
 }
 
+// KV13: self-parent, cycle, length 2^31, negative rank, cut frames; fuzz for seconds per change: Dropped and
+// counted; nothing else changes; 0 crashes. Tests: `TestKV13HostileEventsAreDroppedAndCounted`,
+// `TestKV13ACycleOfBlocksKeptAsideIsBroken` (kvindex), `TestKV13GarbageIsCountedAndChangesNothing`
+// (dpserver), fuzz targets of kvindex and kvevents.
 func TestKV13HostileEventsAreDroppedAndCounted(t *testing.T) {
 	ids := count(64)
 	good := func(ix *Index) *Column {
@@ -470,6 +484,7 @@ func TestKV13HostileEventsAreDroppedAndCounted(t *testing.T) {
 	}
 }
 
+// KV13: a cycle of blocks kept aside is broken.
 func TestKV13ACycleOfBlocksKeptAsideIsBroken(t *testing.T) {
 	ix := newIndex(t, Config{})
 	c := open(t, ix, 0, FromEvents)
@@ -532,6 +547,7 @@ func TestSK5HeapPerBlock(t *testing.T) {
 	assert.LessOrEqual(t, wide.perHeap, 192.0)
 }
 
+// SK5: look up does not allocate.
 func TestSK5LookUpDoesNotAllocate(t *testing.T) {
 	for _, ranks := range []int{8, 1024, 7000 / scale} {
 		x := newBench(t, ranks, 100, ranks == 8, FromDeltas)

@@ -42,8 +42,8 @@ func (e *repeater) serve(c *Column, k int) {
 	c.Stored(testHasher, promptOf(k))
 }
 
-// TestRepeatsLeaveNoPhantomBlocks: an engine that repeats what it has stored is found out before the blocks
-// that are counted are more than it has, and from then on no block is held that the engine has removed.
+// RP19: an engine that repeats what it has stored is found out before the blocks that are counted are more
+// than it has, and from then on no block is held that the engine has removed.
 func TestRepeatsLeaveNoPhantomBlocks(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		ix := newIndex(t, Config{Bytes: 1 << 20, Columns: 2})
@@ -71,8 +71,7 @@ func TestRepeatsLeaveNoPhantomBlocks(t *testing.T) {
 	})
 }
 
-// TestCopiesOfAnHonestEngineAreCounted: as many copies as it has blocks are believed, each until it is
-// removed.
+// RP19: as many copies as it has blocks are believed, each until it is removed.
 func TestCopiesOfAnHonestEngineAreCounted(t *testing.T) {
 	ix := newIndex(t, Config{Bytes: 1 << 20, Columns: 2})
 	c := open(t, ix, 1, FromEvents)

@@ -53,7 +53,7 @@ func TestKV8EventsBelongToTheirRank(t *testing.T) {
 	}
 }
 
-// KV5: one rank of four clears its cache, by an event; then another by going to sleep, without any.
+// KV5, RP51: one rank of four clears its cache, by an event; then another by going to sleep, without any.
 func TestKV5ClearedAndAsleep(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

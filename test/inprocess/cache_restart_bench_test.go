@@ -211,8 +211,8 @@ func shown(b *testing.B, in *ingress.Ingress) map[string]held {
 	return out
 }
 
-// BenchmarkIngressRestart is an ingress that comes back: how long until it knows, of every rank, what the
-// rank knows.
+// KV2: BenchmarkIngressRestart is an ingress that comes back: how long until it knows, of every rank, what
+// the rank knows.
 func BenchmarkIngressRestart(b *testing.B) {
 	if testing.Short() {
 		b.Skip("a million blocks")

@@ -256,8 +256,8 @@ func uneven(n map[string]int) float64 {
 	return float64(most) * float64(len(n)) / float64(max(1, all))
 }
 
-// RT16: busy_threshold 0.5 under every policy. Two of four ranks above it get nothing; all four: 503 with
-// Retry-After; answers again a second after the load fell.
+// OV3, RT16: busy_threshold 0.5 under every policy. Two of four ranks above it get nothing; all four: 503
+// with Retry-After; answers again a second after the load fell.
 func TestRT16BusyThresholdHoldsUnderEveryPolicy(t *testing.T) {
 	for _, policy := range allRouting() {
 		t.Run(policy, func(t *testing.T) {

@@ -140,8 +140,8 @@ func TestFirstTokenDeadline(t *testing.T) {
 	}
 }
 
-// A stream that stops between two tokens while its engine answers probes is cut after first_token_s, with an
-// event that says so.
+// RP50: A stream that stops between two tokens while its engine answers probes is cut after first_token_s,
+// with an event that says so.
 func TestBetweenTokensDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
@@ -163,8 +163,8 @@ func TestBetweenTokensDeadline(t *testing.T) {
 	})
 }
 
-// An engine that computes and shows nothing for 40 s is not cut, and its rank not tripped, whichever node is
-// asked. The streams of one that stands still are cut when it has failed its probe.
+// RP50: An engine that computes and shows nothing for 40 s is not cut, and its rank not tripped, whichever
+// node is asked. The streams of one that stands still are cut when it has failed its probe.
 func TestSilenceInsideAStreamIsProgressOrTheEnd(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -199,8 +199,8 @@ func TestSilenceInsideAStreamIsProgressOrTheEnd(t *testing.T) {
 	})
 }
 
-// While a request that is not streamed decodes, it is no prefill in front of others: at no ingress, whichever
-// one has it.
+// RP14: While a request that is not streamed decodes, it is no prefill in front of others: at no ingress,
+// whichever one has it.
 func TestARequestThatIsNotStreamedLeavesPrefill(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -36,9 +36,8 @@ func try(t *testing.T, p *harness.Peer, name string) (code int, text string) {
 	return put(ctx, p, spread(name, 1, "route_prefix: /"+name))
 }
 
-// TestLeadersDiskHangs: the disk of the leader of three does not return from a write. Another node leads
-// within 7 s; no node is lost, no engine restarted, no request fails, with either rule; when the disk is
-// back, so is the node.
+// HF1: the disk of the leader of three does not return from a write. Another node leads within 7 s; no node
+// is lost, no engine restarted, no request fails, with either rule; when the disk is back, so is the node.
 func TestLeadersDiskHangs(t *testing.T) {
 	t.Parallel()
 	for _, rule := range []string{"serve", "fence"} {
@@ -51,8 +50,7 @@ func TestLeadersDiskHangs(t *testing.T) {
 	}
 }
 
-// TestLeadersDiskIsFull: every write fails for two leases. No lease runs out: an engine whose lease does is
-// ended.
+// MB10: every write fails for two leases. No lease runs out: an engine whose lease does is ended.
 func TestLeadersDiskIsFull(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) { sickLeader(t, "fence", (*harness.Disk).Fill, 20*time.Second) })
@@ -115,9 +113,9 @@ func sickLeader(t *testing.T, rule string, sicken func(*harness.Disk), long time
 	}
 }
 
-// TestOnlyVotersDiskIsSick: one control node and a worker. While the disk of the log is full, or hangs,
-// leases are renewed and engines live on, with either rule; what would change the state is refused, and done
-// again when the disk is well.
+// MB10: one control node and a worker. While the disk of the log is full, or hangs, leases are renewed and
+// engines live on, with either rule; what would change the state is refused, and done again when the disk is
+// well.
 func TestOnlyVotersDiskIsSick(t *testing.T) {
 	t.Parallel()
 	for _, rule := range []string{"serve", "fence"} {
@@ -173,8 +171,8 @@ func TestOnlyVotersDiskIsSick(t *testing.T) {
 	}
 }
 
-// TestSickOnlyVoterTakesNobodyForLost: a worker dies while the disk of the only voter fails. The loss is
-// decided when the disk works again, not before.
+// MB10: a worker dies while the disk of the only voter fails. The loss is decided when the disk works again,
+// not before.
 func TestSickOnlyVoterTakesNobodyForLost(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -193,8 +191,7 @@ func TestSickOnlyVoterTakesNobodyForLost(t *testing.T) {
 	})
 }
 
-// TestAWorkersDiskHangs: what runs is served, a known unit is stopped, a start waits for the disk, and the
-// node ends.
+// HF44: what runs is served, a known unit is stopped, a start waits for the disk, and the node ends.
 func TestAWorkersDiskHangs(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -23,8 +23,8 @@ func p99(list []time.Duration) time.Duration {
 	return list[len(list)*99/100]
 }
 
-// FS8: an engine stands still in the middle of its streams, /health says 200. The rank is out of routing
-// within 30 s, and its stream is cut then; requests that other ranks serve do not notice.
+// FS8, HF56: an engine stands still in the middle of its streams, /health says 200. The rank is out of
+// routing within 30 s, and its stream is cut then; requests that other ranks serve do not notice.
 func TestFS8FrozenEngine(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
@@ -77,8 +77,9 @@ func TestFS8FrozenEngine(t *testing.T) {
 	})
 }
 
-// The process of an engine stands still under load and goes on: as long as the swap of a machine or the move
-// of its VM may take, no engine is killed and no stream is cut. The rank is full, so no canary finds a place.
+// HF55: The process of an engine stands still under load and goes on: as long as the swap of a machine or the
+// move of its VM may take, no engine is killed and no stream is cut. The rank is full, so no canary finds a
+// place.
 func TestAPausedEngineKeepsItsStreams(t *testing.T) {
 	for _, pause := range []float64{7, 25} {
 		for coupling, ranks := range map[string]int{"independent": 1, "lockstep": 4} {

@@ -15,9 +15,9 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// CC12: engines that load for 42 s. The status says what they do, nothing fails before the deadline of the
-// start, and the application runs only after each rank of each group has computed a token. When both groups
-// start again, a request does not wait for what cannot be there in time, and is told why.
+// CC12, MB8, RP34: engines that load for 42 s. The status says what they do, nothing fails before the
+// deadline of the start, and the application runs only after each rank of each group has computed a token.
+// When both groups start again, a request does not wait for what cannot be there in time, and is told why.
 func TestCC12ColdStart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)

@@ -77,8 +77,8 @@ func TestFS4AnErrorWithinASecond(t *testing.T) {
 	}
 }
 
-// FS1 with engines that are equally fast: one of 8 ranks is killed under 64 clients on one shared prefix, and
-// the busiest of the others gets at most 1.3 times their mean.
+// FS1, RG11: FS1 with engines that are equally fast: one of 8 ranks is killed under 64 clients on one shared
+// prefix, and the busiest of the others gets at most 1.3 times their mean.
 func TestFS1SurvivorsShareTheLoad(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const ranks, clients, rounds, victim = 8, 64, 6, 3

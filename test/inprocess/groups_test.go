@@ -10,10 +10,10 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// TestTheOwnerOfAGroupFails: two nodes take requests for a lockstep group on a third one. The first one owns
-// the group's queue, where more requests wait than the group can take. It is killed, not heard by anybody for
-// five seconds, or cut off from the other one in one direction. What waits at the other node is answered,
-// each request at one rank, and nothing is left in a queue or on a rank.
+// LG23, LG36: two nodes take requests for a lockstep group on a third one. The first one owns the group's
+// queue, where more requests wait than the group can take. It is killed, not heard by anybody for five
+// seconds, or cut off from the other one in one direction. What waits at the other node is answered, each
+// request at one rank, and nothing is left in a queue or on a rank.
 func TestTheOwnerOfAGroupFails(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {

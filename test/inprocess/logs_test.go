@@ -44,7 +44,7 @@ func short(list []logParts) (out []string) {
 	return out
 }
 
-// A join that goes well warns of nothing, and names the nodes whose part in consensus changes.
+// HF31: A join that goes well warns of nothing, and names the nodes whose part in consensus changes.
 func TestCleanJoinWarnsOfNothing(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -65,7 +65,7 @@ func TestCleanJoinWarnsOfNothing(t *testing.T) {
 	})
 }
 
-// The end of one engine makes a few log lines in the whole cluster, and no event is logged twice.
+// HF31: The end of one engine makes a few log lines in the whole cluster, and no event is logged twice.
 func TestKilledRankIsAHandfulOfLines(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -92,8 +92,8 @@ func TestKilledRankIsAHandfulOfLines(t *testing.T) {
 	})
 }
 
-// A change of leaders is one line for the leadership and none for each unit, which goes on as it was. What
-// cannot be reached has a name, and no line comes again and again.
+// HF31: A change of leaders is one line for the leadership and none for each unit, which goes on as it was.
+// What cannot be reached has a name, and no line comes again and again.
 func TestLeaderChangeIsAFewLines(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

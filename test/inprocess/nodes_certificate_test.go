@@ -50,9 +50,9 @@ func allAlive(t *testing.T, c *harness.Cluster, app string) {
 	c.WaitStatus(app, "RUNNING")
 }
 
-// One control node and one worker. Each renews its certificate in time, the control node by itself, and no
-// stream notices; so they work when the certificates that they joined with have expired. The days in which
-// nothing happens they are off.
+// HF20, SP10: One control node and one worker. Each renews its certificate in time, the control node by
+// itself, and no stream notices; so they work when the certificates that they joined with have expired. The
+// days in which nothing happens they are off.
 func TestCertificatesAreRenewedUnderAnOpenStream(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -85,8 +85,8 @@ func TestCertificatesAreRenewedUnderAnOpenStream(t *testing.T) {
 	})
 }
 
-// All nodes are off until every certificate has expired. They start as after any other night: control nodes
-// sign for themselves, the others get theirs from the leader.
+// HF20: All nodes are off until every certificate has expired. They start as after any other night: control
+// nodes sign for themselves, the others get theirs from the leader.
 func TestAClusterThatWasOffFor60DaysStartsByItself(t *testing.T) {
 	t.Parallel()
 	for name, roles := range map[string][][]string{

@@ -26,13 +26,13 @@ const (
 	fencedAt  = 9 * time.Second // after the last renewal: ttl - 1 s
 )
 
-// The leader and one of three nodes is cut off for 30 s, and keeps serving.
+// MB2, MB3, RG3: The leader and one of three nodes is cut off for 30 s, and keeps serving.
 func TestCutOffLeaderServesOn(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) { cutOff(t, "serve") })
 }
 
-// The same with fencing: its ranks are fenced before anybody else gets them.
+// MB2, MB3: The same with fencing: its ranks are fenced before anybody else gets them.
 func TestCutOffLeaderFences(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) { cutOff(t, "fence") })

@@ -18,7 +18,7 @@ import (
 // takesAgain is how long after the leader's death assignments are taken again. test/acceptance.md, row RG4.
 const takesAgain = 3 * time.Second
 
-// The leader, which has no ranks, dies under load: only the leadership changes.
+// RG4: The leader, which has no ranks, dies under load: only the leadership changes.
 func TestLeaderDies(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

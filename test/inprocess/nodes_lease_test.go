@@ -12,8 +12,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// Leases last as long as in the beginning of the cluster, whoever leads: a leader that granted shorter ones
-// would give ranks away that a node still holds by the lease of the leader before. A node that is told
+// HF23: Leases last as long as in the beginning of the cluster, whoever leads: a leader that granted shorter
+// ones would give ranks away that a node still holds by the lease of the leader before. A node that is told
 // otherwise does not start, one that is told nothing does.
 func TestLeasesLastAsLongAsTheClusterSays(t *testing.T) {
 	t.Parallel()

@@ -40,9 +40,10 @@ func sized(groups int, stepMS int) string {
 		"graceful_shutdown_timeout_s: 20")
 }
 
-// Under load, an application rolls to another revision, shrinks and grows, a node is drained, and a node is
-// told to stop. No request fails, no stream is cut, and no more ranks are missing than have to be. A single
-// lockstep group is away as a whole while it rolls: its requests are refused or wait, and no stream breaks.
+// FS10, PL3: Under load, an application rolls to another revision, shrinks and grows, a node is drained, and
+// a node is told to stop. No request fails, no stream is cut, and no more ranks are missing than have to be.
+// A single lockstep group is away as a whole while it rolls: its requests are refused or wait, and no stream
+// breaks.
 func TestFS10RollResizeDrainAndStop(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -138,7 +139,7 @@ func TestASingleGroupRollsAsAWhole(t *testing.T) {
 	})
 }
 
-// Without a majority of the voters a node names who votes.
+// HF30: Without a majority of the voters a node names who votes.
 func TestNoMajorityNamesTheVoters(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

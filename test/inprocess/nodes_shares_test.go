@@ -14,8 +14,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// TestIngressesShareAFullRank: as many clients at each ingress as would fill the ranks alone. Ingresses
-// beside the ranks and far from them get equal shares.
+// RP6: as many clients at each ingress as would fill the ranks alone. Ingresses beside the ranks and far from
+// them get equal shares.
 func TestIngressesShareAFullRank(t *testing.T) {
 	for _, c := range []struct {
 		ingresses, ranks, slots int

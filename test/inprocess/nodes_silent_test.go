@@ -22,7 +22,7 @@ const (
 	beat      = 300 * time.Millisecond
 )
 
-// A node's power is cut: no connection is reset.
+// MB1: A node's power is cut: no connection is reset.
 func TestSilentNodeLosesItsRanks(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -37,8 +37,8 @@ func unreachableRanks(t *testing.T, st client.AppStatus, node string) (count int
 	return count
 }
 
-// A node's process dies: whichever node is asked, its ranks are unreachable at once and the application is
-// not RUNNING, long before the node is lost. Nothing is restarted because of it.
+// ST1: A node's process dies: whichever node is asked, its ranks are unreachable at once and the application
+// is not RUNNING, long before the node is lost. Nothing is restarted because of it.
 func TestRanksOfADeadNodeAreShownUnreachable(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -72,8 +72,8 @@ func TestRanksOfADeadNodeAreShownUnreachable(t *testing.T) {
 	})
 }
 
-// A node's power is cut: once it is silent for a second, an answer, which takes a second at most, shows it; a
-// node that is only late with one renewal is not shown so.
+// ST1: A node's power is cut: once it is silent for a second, an answer, which takes a second at most, shows
+// it; a node that is only late with one renewal is not shown so.
 func TestRanksOfASilentNodeAreShownUnreachable(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -119,8 +119,8 @@ func TestRanksOfASilentNodeAreShownUnreachable(t *testing.T) {
 	})
 }
 
-// The leader dies and takes ranks with it: the next leader, which never heard of that node, shows them as
-// unreachable.
+// ST1: The leader dies and takes ranks with it: the next leader, which never heard of that node, shows them
+// as unreachable.
 func TestRanksOfADeadLeaderAreShownUnreachable(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -168,7 +168,7 @@ func chatAt(t *testing.T, p *harness.Peer, model string) (code int, text string,
 	return resp.StatusCode, string(body), time.Since(began)
 }
 
-// An application that finds no room answers with the placement's reason at once, on every ingress; the
+// ST2: An application that finds no room answers with the placement's reason at once, on every ingress; the
 // requests of a deploy that is just being placed wait; and when room appears, requests are served again.
 func TestRequestsForAnAppWithoutRoomAreRefusedWithTheReason(t *testing.T) {
 	t.Parallel()

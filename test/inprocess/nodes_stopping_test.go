@@ -12,8 +12,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// TestNodeThatIsStoppedBesideALongStream: SIGTERM reaches a node that has a long stream on one rank. Its
-// other ranks start elsewhere at once, the stream is not cut, and the node ends with it.
+// HF40: SIGTERM reaches a node that has a long stream on one rank. Its other ranks start elsewhere at once,
+// the stream is not cut, and the node ends with it.
 func TestNodeThatIsStoppedBesideALongStream(t *testing.T) {
 	for _, leads := range []bool{false, true} {
 		t.Run(fmt.Sprintf("leads %v", leads), func(t *testing.T) {

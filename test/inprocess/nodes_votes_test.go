@@ -26,8 +26,8 @@ func changes(t *testing.T, c *harness.Cluster, n int) (longest time.Duration) {
 	return longest
 }
 
-// The cluster grows from one vote to three. Both standbys have an empty log and a slow link. They get no vote
-// before they have caught up, so no write waits longer for them than one round trip.
+// HF32: The cluster grows from one vote to three. Both standbys have an empty log and a slow link. They get
+// no vote before they have caught up, so no write waits longer for them than one round trip.
 func TestStandbyGetsNoVoteBeforeItHasTheLog(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -69,7 +69,8 @@ func TestStandbyGetsNoVoteBeforeItHasTheLog(t *testing.T) {
 	})
 }
 
-// A refused removal leaves the votes as they are, although the leader adjusts the votes at the same time.
+// HF30: A refused removal leaves the votes as they are, although the leader adjusts the votes at the same
+// time.
 func TestRefusedRemovalLeavesTheVotes(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

@@ -64,10 +64,11 @@ func worlds() []world {
 	}
 }
 
-// TestRandomWalkOverNodes cuts, silences and delays links, hangs disks, stops, crashes and removes nodes,
-// kills engines, deploys and asks at random, over whole nodes with their own consensus, streams and disks.
-// All the time the laws of nodes_laws_test.go hold; once all is healed, everything must be as wanted, with
-// one view everywhere. A failing walk names its seed: -run 'TestRandomWalkOverNodes/seed_7$'.
+// EN2, FS7, MB2, MB5, MB9, SK7: TestRandomWalkOverNodes cuts, silences and delays links, hangs disks, stops,
+// crashes and removes nodes, kills engines, deploys and asks at random, over whole nodes with their own
+// consensus, streams and disks. All the time the laws of nodes_laws_test.go hold; once all is healed,
+// everything must be as wanted, with one view everywhere. A failing walk names its seed: -run
+// 'TestRandomWalkOverNodes/seed_7$'.
 func TestRandomWalkOverNodes(t *testing.T) {
 	n := *nodesSeeds
 	if testing.Short() {

@@ -121,8 +121,8 @@ func prefillBreaks(t *testing.T, transfer, fallback string, isReset bool) {
 	r.rest()
 }
 
-// PD2: the decode engine refuses, fails or stalls when the prompt is computed. The prefill leg, if it runs,
-// is cancelled; the prompt is computed again, and another decode leg answers, long before a lease ends.
+// PD2, RP24: the decode engine refuses, fails or stalls when the prompt is computed. The prefill leg, if it
+// runs, is cancelled; the prompt is computed again, and another decode leg answers, long before a lease ends.
 func TestPD2DecodeFails(t *testing.T) {
 	for _, transfer := range append(pairTransfers(), "sglang") {
 		for name, fail := range map[string]func(l *harness.PairLeg) bool{

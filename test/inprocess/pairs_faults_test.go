@@ -36,10 +36,9 @@ const (
 	faultLease    = 40 * time.Second       // a lease, and what may prolong it
 )
 
-// TestPairsUnderRandomFaults: requests go through pairs of ranks while engines of both sides are
-// killed, stand still and are started again at random. No text is wrong, no engine ends because of
-// what dpserve sends it, and nothing is left over: no ticket, no request, no block that waits for a
-// decode rank. The subtest is the seed.
+// PD31: requests go through pairs of ranks while engines of both sides are killed, stand still and are
+// started again at random. No text is wrong, no engine ends because of what dpserve sends it, and nothing is
+// left over: no ticket, no request, no block that waits for a decode rank. The subtest is the seed.
 func TestPairsUnderRandomFaults(t *testing.T) {
 	n := faultSeeds
 	if text := os.Getenv(seedsVariable); text != "" {

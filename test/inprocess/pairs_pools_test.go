@@ -348,8 +348,8 @@ func sharesOfDecodeRanks(t *testing.T, clients int, decide string) {
 	c.Quiet()
 }
 
-// SGLang's decode engines take no request without a partner: whatever the decider says, each prompt gets one,
-// or goes to a rank of role both.
+// PD30: SGLang's decode engines take no request without a partner: whatever the decider says, each prompt
+// gets one, or goes to a rank of role both.
 func TestPairsOfEnginesThatNeedAPartner(t *testing.T) {
 	for _, hasBoth := range []bool{false, true} {
 		bubble(t, fmt.Sprintf("a rank of role both %v", hasBoth), func(t *testing.T) {

@@ -82,8 +82,8 @@ func TestRestartBackoffAndItsReset(t *testing.T) {
 	})
 }
 
-// TestHF50ModelStoreAwayForTenMinutes, at a restart of the engines and at a reboot of the machine, and longer
-// than the first attempts last at a first deploy: the ranks serve again by themselves.
+// HF50, HF52: TestHF50ModelStoreAwayForTenMinutes, at a restart of the engines and at a reboot of the
+// machine, and longer than the first attempts last at a first deploy: the ranks serve again by themselves.
 func TestHF50ModelStoreAwayForTenMinutes(t *testing.T) {
 	away := filepath.Join(t.TempDir(), "away")
 	args := `sim_step_ms: 10, sim_fail: "start-exit-while=` + away + `"`
@@ -168,8 +168,8 @@ func TestStartFailsThreeTimes(t *testing.T) {
 	})
 }
 
-// One rank dies and takes its group along: out of routing at once, back as a group under the next epoch. The
-// other app never hears of it.
+// RG5: One rank dies and takes its group along: out of routing at once, back as a group under the next epoch.
+// The other app never hears of it.
 func TestLockstepGroupFailsAsOne(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)

@@ -93,9 +93,8 @@ func (w *writer) body(model, route string) string {
 
 const chatRoute = "/v1/chat/completions"
 
-// TestExplainEqualsTheLiveRequestForEveryBody: whatever bytes a body is written in, what explain says of it
-// over the admin API is what the same bytes get as a request right behind it: the pick, and what every rank
-// holds of the prompt.
+// RP5: whatever bytes a body is written in, what explain says of it over the admin API is what the same bytes
+// get as a request right behind it: the pick, and what every rank holds of the prompt.
 func TestExplainEqualsTheLiveRequestForEveryBody(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)

@@ -33,8 +33,8 @@ const (
 
 var walkApps = []string{"a", "b"}
 
-// TestRandomWalk deploys, deletes, kills, breaks and asks at random; at every quiet point nothing may be left
-// over. A failing walk names its seed, which is its subtest: go test ./test/inprocess -run
+// SK7: TestRandomWalk deploys, deletes, kills, breaks and asks at random; at every quiet point nothing may be
+// left over. A failing walk names its seed, which is its subtest: go test ./test/inprocess -run
 // 'TestRandomWalk/seed_7$'.
 func TestRandomWalk(t *testing.T) {
 	n := *walkSeeds

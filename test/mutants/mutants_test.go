@@ -123,7 +123,7 @@ func (m *mutant) apply(t *testing.T) (root, text string) {
 	return root, strings.Replace(string(b), m.from, m.to, 1)
 }
 
-// TestMutants: the tests that a mutant names fail with it, and compile.
+// SK7: the tests that a mutant names fail with it, and compile.
 func TestMutants(t *testing.T) {
 	if os.Getenv("DPSERVE_MUTANTS") == "" {
 		t.Skip("it compiles the product for each mutant: make nightly")

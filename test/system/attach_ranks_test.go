@@ -119,8 +119,8 @@ func rankEpochs(r *harness.Real) map[string]string {
 	return out
 }
 
-// Ranks come and go under load: no stream notices, whoever stays is not touched, and the change outlives the
-// node.
+// SK6: Ranks come and go under load: no stream notices, whoever stays is not touched, and the change outlives
+// the node.
 func TestRanksComeAndGo(t *testing.T) {
 	t.Parallel()
 	first, second := handEngine(t), handEngine(t)

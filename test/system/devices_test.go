@@ -138,9 +138,9 @@ func TestDevicesAreFound(t *testing.T) {
 	waitNode(r, "no device used", func(n *client.NodeStatus) bool { return n.GPUsUsed == 0 })
 }
 
-// Each engine sees the device of its share and gets its part of the memory. One that is started again does
-// not wait for what the others hold. Nodes and status show the shares. An engine that uses a device without a
-// grant is named.
+// HF77: Each engine sees the device of its share and gets its part of the memory. One that is started again
+// does not wait for what the others hold. Nodes and status show the shares. An engine that uses a device
+// without a grant is named.
 func TestRanksShareADevice(t *testing.T) {
 	s := newSMI(t)
 	r := harness.Start(t, "--timers", quick+",device_wait=60s")

@@ -105,9 +105,9 @@ func only(c *harness.Members, engines string, dirs ...string) {
 	})
 }
 
-// EN3, HF58, HF70, HF71: the shim of a rank is killed under load, then dpserve and the shim of another rank.
-// In the folder of the engines the next process of the node finds engines of another cluster and of another
-// version of shims, damaged files, and a socket that somebody else listens on.
+// EN3, HF58, HF62, HF70, HF71: the shim of a rank is killed under load, then dpserve and the shim of another
+// rank. In the folder of the engines the next process of the node finds engines of another cluster and of
+// another version of shims, damaged files, and a socket that somebody else listens on.
 func TestEN3ShimsThatFailOrAreOthers(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(1), harness.Calm)

@@ -64,7 +64,7 @@ func onlyOf(t *testing.T, answers []harness.Answer, ranks []string) {
 	}
 }
 
-// MB11, EN2: dpserve of a worker is killed under 64 streams per node. Its engines live on, and its next
+// EN2, MB11: dpserve of a worker is killed under 64 streams per node. Its engines live on, and its next
 // process adopts them.
 func TestMB11EnginesAreAdoptedAfterACrash(t *testing.T) {
 	t.Parallel()
@@ -106,7 +106,7 @@ func TestMB11EnginesAreAdoptedAfterACrash(t *testing.T) {
 	assert.ElementsMatch(t, engines, w.Children(), "the same engines, and no other")
 }
 
-// EN2, HF70: SIGUSR2 replaces the process by another binary at its own path, under the same process id.
+// EN2, HF70, HF75: SIGUSR2 replaces the process by another binary at its own path, under the same process id.
 // Streams of other nodes are not cut, and no node warns.
 func TestEN2RestartWithAnotherBinary(t *testing.T) {
 	t.Parallel()

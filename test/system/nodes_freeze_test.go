@@ -97,8 +97,8 @@ func freezePast(t *testing.T, c *harness.Members, m *harness.Member, load *harne
 	c.Settled()
 }
 
-// MB3, on-lease-loss serve: the leader, then a worker is stopped (SIGSTOP) longer than a lease and goes on;
-// then a minority is left.
+// FS7, MB3: MB3, on-lease-loss serve: the leader, then a worker is stopped (SIGSTOP) longer than a lease and
+// goes on; then a minority is left.
 func TestMB3FreezeServe(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(6))
@@ -202,7 +202,7 @@ func minority(t *testing.T, c *harness.Members, serve bool) {
 	assert.Zero(t, y.Refused+y.Broken+y.Cut+y.Hung, "after it: %v", y)
 }
 
-// MB3, on-lease-loss fence.
+// FS7, MB3: MB3, on-lease-loss fence.
 func TestMB3FreezeFence(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {

@@ -16,8 +16,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// SP10: who may not join is refused, with the reason and what to do. The renewal of certificates and the
-// gossip's encryption are tested in their packages.
+// HF73, SP10: who may not join is refused, with the reason and what to do. The renewal of certificates and
+// the gossip's encryption are tested in their packages.
 func TestSP10JoinRefused(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(1))

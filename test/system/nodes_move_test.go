@@ -10,9 +10,9 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// The only control node comes back under another address, and only the node itself can announce it. A worker
-// that runs follows it there; one that was off meanwhile finds it by the gossip, as its own copy of the state
-// has the old address; and one that moved as well is told by the address of a join.
+// HF22: The only control node comes back under another address, and only the node itself can announce it. A
+// worker that runs follows it there; one that was off meanwhile finds it by the gossip, as its own copy of
+// the state has the old address; and one that moved as well is told by the address of a join.
 func TestTheOnlyControlNodeMoves(t *testing.T) {
 	c := harness.StartMembers(t, [][]string{{}, {"--roles", "worker"}}, harness.MemberSlots(4))
 	c.Expect(harness.NodeFails)

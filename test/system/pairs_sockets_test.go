@@ -52,8 +52,8 @@ func doAll(f *harness.PairEngines, side string, act func(l *harness.PairLeg) boo
 	}
 }
 
-// PD1, PD2, PD3, PD5 and PD10 on sockets, with the built binary: test/inprocess has the exact times and the
-// other transfers.
+// PD1, PD2, PD3, PD5, PD10: PD1, PD2, PD3, PD5 and PD10 on sockets, with the built binary: test/inprocess has
+// the exact times and the other transfers.
 func TestPD1To10OnSockets(t *testing.T) {
 	t.Parallel()
 	r, f := stubPairs(t, "nixl", "decide: always")

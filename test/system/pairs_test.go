@@ -68,8 +68,8 @@ func TestPD6KilledUnderLoad(t *testing.T) {
 	r.Quiet()
 }
 
-// The prefill pool is on one node and the decode pool on another; each is killed in turn under load, while a
-// third node answers. Every text is that of an unbroken run.
+// PD32: The prefill pool is on one node and the decode pool on another; each is killed in turn under load,
+// while a third node answers. Every text is that of an unbroken run.
 func TestPairsOverTwoNodes(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {

@@ -13,9 +13,9 @@ import (
 	"github.com/dpserve/dpserve/test/ports"
 )
 
-// Programs of the machine's user listen on 18000 and inside several blocks of test ports: a node of a test
-// and its engines start beside them at the first attempt. So do those of a second
-// node with the same ports for engines.
+// HF68: Programs of the machine's user listen on 18000 and inside several blocks of test ports: a node of a
+// test and its engines start beside them at the first attempt. So do those of a second node with the same
+// ports for engines.
 func TestDeployBesideProgramsOnTestPorts(t *testing.T) {
 	t.Parallel()
 	listen := func(port int) {

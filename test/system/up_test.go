@@ -126,7 +126,7 @@ func TestUpSecondInterrupt(t *testing.T) {
 	assert.False(t, s.Done, "a cut stream does not look complete: %v", s)
 }
 
-// `up --attach` puts one endpoint in front of engines that already run; one dies and returns.
+// CC13: `up --attach` puts one endpoint in front of engines that already run; one dies and returns.
 func TestUpAttach(t *testing.T) {
 	t.Parallel()
 	var engines []*harness.Real
@@ -178,8 +178,8 @@ func TestUpAttach(t *testing.T) {
 	}
 }
 
-// `up --attach` sees that two engines are ranks of one lockstep group, whatever their order, and says so.
-// When one of them dies, the other gets no requests either, until both answer again.
+// CC13: `up --attach` sees that two engines are ranks of one lockstep group, whatever their order, and says
+// so. When one of them dies, the other gets no requests either, until both answer again.
 func TestUpAttachLockstepGroup(t *testing.T) {
 	t.Parallel()
 	meeting := ports.TakeAddr(t)

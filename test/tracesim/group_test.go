@@ -135,8 +135,8 @@ func promptSteps(c groupCase) groupCase {
 	return c
 }
 
-// Below saturation prompts share steps: the step is half as long, and so is the time between tokens. First
-// tokens come within the hold.
+// LG4: Below saturation prompts share steps: the step is half as long, and so is the time between tokens.
+// First tokens come within the hold.
 func TestGroupPromptsShareSteps(t *testing.T) {
 	skipShort(t)
 	t.Parallel()
@@ -189,8 +189,8 @@ func TestGroupPromptsShareSteps(t *testing.T) {
 	})
 }
 
-// A saturated group has more output, and no request waits much longer than first come first served: prompts
-// that cost the same share steps, of all ranks, and decodes follow each cohort.
+// LG5: A saturated group has more output, and no request waits much longer than first come first served:
+// prompts that cost the same share steps, of all ranks, and decodes follow each cohort.
 func TestGroupSaturated(t *testing.T) {
 	skipShort(t)
 	t.Parallel()
@@ -220,7 +220,7 @@ func TestGroupSaturated(t *testing.T) {
 	}
 }
 
-// A decode pool is levelled, saturated and below.
+// LG6: A decode pool is levelled, saturated and below.
 func TestGroupOfADecodePool(t *testing.T) {
 	skipShort(t)
 	t.Parallel()
@@ -255,7 +255,7 @@ func TestGroupOfADecodePool(t *testing.T) {
 	})
 }
 
-// A pool that only computes prompts matches them from a window of 256.
+// LG7: A pool that only computes prompts matches them from a window of 256.
 func TestGroupOfAPrefillPool(t *testing.T) {
 	skipShort(t)
 	t.Parallel()
@@ -270,7 +270,7 @@ func TestGroupOfAPrefillPool(t *testing.T) {
 	assert.LessOrEqual(t, rule.most(skips), 512.0)
 }
 
-// Four ingresses over two nodes give what one gives, where the default falls over.
+// LG8: Four ingresses over two nodes give what one gives, where the default falls over.
 func TestGroupBehindSeveralIngresses(t *testing.T) {
 	skipShort(t)
 	t.Parallel()
@@ -290,6 +290,7 @@ func TestGroupBehindSeveralIngresses(t *testing.T) {
 	}
 }
 
+// LG8: group runs repeat.
 func TestGroupRunsRepeat(t *testing.T) {
 	c := equals(30, 8)
 	c.seeds, c.cfg.Ingresses, c.cfg.Until = 1, 2, 25*time.Second
@@ -299,7 +300,7 @@ func TestGroupRunsRepeat(t *testing.T) {
 	assert.Equal(t, rule, ruledAgain)
 }
 
-// Where nothing is to be gained the rule does no harm.
+// LG9: Where nothing is to be gained the rule does no harm.
 func TestGroupWithNothingToGain(t *testing.T) {
 	skipShort(t)
 	t.Parallel()

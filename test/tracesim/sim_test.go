@@ -42,8 +42,8 @@ func skipShort(t *testing.T) {
 	}
 }
 
-// The Router's account of prefill work is good enough for the policies that go by it. With an account that
-// keeps a prompt whole until its first token lmetric-1 loses six points here.
+// RA2: The Router's account of prefill work is good enough for the policies that go by it. With an account
+// that keeps a prompt whole until its first token lmetric-1 loses six points here.
 func TestReckonedWorkKeepsGoodput(t *testing.T) {
 	const seeds = 3
 	good := 0.0
@@ -54,7 +54,7 @@ func TestReckonedWorkKeepsGoodput(t *testing.T) {
 	t.Logf("goodput %.1f %%", 100*good)
 }
 
-// Homes of sessions and of texts are kept behind four ingresses as behind one.
+// RA5: Homes of sessions and of texts are kept behind four ingresses as behind one.
 func TestHomesAreKeptBehindSeveralIngresses(t *testing.T) {
 	work := tracesim.Agents(200, 1, 11)
 	for _, name := range []string{"session-affinity", "prefix-aware"} {

@@ -9,8 +9,8 @@ import (
 	"github.com/dpserve/dpserve/test/tracesim"
 )
 
-// A rank that becomes five times slower gets at most half of its share, and what it gets does not spoil the
-// first tokens.
+// RA3, RT8: A rank that becomes five times slower gets at most half of its share, and what it gets does not
+// spoil the first tokens.
 func TestRT8ASlowRankGetsHalfOfItsShare(t *testing.T) {
 	skipShort(t)
 	for _, rate := range []float64{30, 42} {

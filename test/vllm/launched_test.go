@@ -277,7 +277,8 @@ func (a *launched) gone(old life, now *life) {
 		"of the old engine is left: %v", taken())
 }
 
-// TestLaunched deploys the example of two dense ranks, as it is in the repository but for a longer start.
+// FS13: TestLaunched deploys the example of two dense ranks, as it is in the repository but for a longer
+// start.
 func TestLaunched(t *testing.T) {
 	program := installed(t)
 	a := startNode(t, program)

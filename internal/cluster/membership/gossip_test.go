@@ -241,8 +241,8 @@ func (c tappedConn) Write(b []byte) (int, error) {
 	return c.Conn.Write(b)
 }
 
-// TestTimesOfThreeNodes, with the real timers: a full view within 2 s of three starts, a power cut is seen
-// within 3 s (MB1), and a split of 2 minutes is over within 13 s of its healing (MB2).
+// MB1: TestTimesOfThreeNodes, with the real timers: a full view within 2 s of three starts, a power cut is
+// seen within 3 s (MB1), and a split of 2 minutes is over within 13 s of its healing (MB2).
 func TestTimesOfThreeNodes(t *testing.T) {
 	onLAN(t, func(t *testing.T, l *lan) {
 		a, b, c := l.three(nil)
@@ -263,8 +263,8 @@ func TestTimesOfThreeNodes(t *testing.T) {
 	})
 }
 
-// TestNodeIsBackUnderANewAddress (MB4): a node that was closed or killed is back within 5 s under another
-// address. The old process is not taken for the new one, also if it is still thought to be alive.
+// MB4: TestNodeIsBackUnderANewAddress (MB4): a node that was closed or killed is back within 5 s under
+// another address. The old process is not taken for the new one, also if it is still thought to be alive.
 func TestNodeIsBackUnderANewAddress(t *testing.T) {
 	for name, away := range map[string]time.Duration{
 		"closed": 4 * time.Second, "killed": 4 * time.Second, "at once": 0,
@@ -342,7 +342,7 @@ func TestStrangersStayOutside(t *testing.T) {
 	}
 }
 
-// TestNothingIsSentInClear: without the key nothing can be read: no name, no cluster, no address.
+// SP10: without the key nothing can be read: no name, no cluster, no address.
 func TestNothingIsSentInClear(t *testing.T) {
 	onLAN(t, func(t *testing.T, l *lan) {
 		a := l.start(1, config(t, "alpha-node"))
@@ -357,8 +357,8 @@ func TestNothingIsSentInClear(t *testing.T) {
 	})
 }
 
-// TestTheKeyChanges: each node takes the new key at its own time. In between they do not hear each other;
-// ten seconds after the last one all are there again, and who has the old key is outside.
+// SP10: each node takes the new key at its own time. In between they do not hear each other; ten seconds
+// after the last one all are there again, and who has the old key is outside.
 func TestTheKeyChanges(t *testing.T) {
 	onLAN(t, func(t *testing.T, l *lan) {
 		var unread atomic.Int32

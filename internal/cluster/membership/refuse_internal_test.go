@@ -12,8 +12,8 @@ import (
 	"github.com/stretchr/testify/assert"
 )
 
-// TestUDPIsBlocked: memberlist says of a node that only TCP reached it. Once may be a restart of that node,
-// twice is a warning.
+// HF75: memberlist says of a node that only TCP reached it. Once may be a restart of that node, twice is a
+// warning.
 func TestUDPIsBlocked(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var out bytes.Buffer

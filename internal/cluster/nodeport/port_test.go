@@ -51,8 +51,8 @@ func TestMembersKnowEachOther(t *testing.T) {
 	assert.Contains(t, err.Error(), "is node a (uid uid-a), not the node with uid uid-x")
 }
 
-// TestMembersWithClocksAnHourApart: the clock of the signing node is an hour ahead of or behind the others'.
-// Every node's certificate and the authority's own are valid for all from the first moment.
+// MB10: the clock of the signing node is an hour ahead of or behind the others'. Every node's certificate and
+// the authority's own are valid for all from the first moment.
 func TestMembersWithClocksAnHourApart(t *testing.T) {
 	for name, ahead := range map[string]time.Duration{"ahead": time.Hour, "behind": -time.Hour} {
 		t.Run(name, func(t *testing.T) {
@@ -81,7 +81,7 @@ func TestMembersWithClocksAnHourApart(t *testing.T) {
 	}
 }
 
-// TestStrangersAreRefused: every kind of client that is no member: what it sees, and what is counted.
+// SP10: every kind of client that is no member: what it sees, and what is counted.
 func TestStrangersAreRefused(t *testing.T) {
 	w, other := newWorld(t, "c1"), newWorld(t, "c2")
 	twin := newWorld(t, "c1") // same name, another authority
@@ -507,8 +507,8 @@ func TestHandshakeTimeoutOnFakeTime(t *testing.T) {
 	})
 }
 
-// TestAnExpiredCertificateIsGoodForItsRenewal: a member whose certificate has expired can use only Renew, and
-// only with the key of a certificate of this cluster. A removed member can use nothing.
+// HF20: a member whose certificate has expired can use only Renew, and only with the key of a certificate of
+// this cluster. A removed member can use nothing.
 func TestAnExpiredCertificateIsGoodForItsRenewal(t *testing.T) {
 	w, other := newWorld(t, "c1"), newWorld(t, "c2")
 	now := time.Now()
@@ -549,8 +549,8 @@ func TestAnExpiredCertificateIsGoodForItsRenewal(t *testing.T) {
 	require.ErrorIs(t, err, nodeport.ErrCertificate, "not valid yet")
 }
 
-// TestOnlyControlNodesAreDialedForConsensus: only nodes with role control serve consensus and renewals. The
-// dialing node checks the certificate, whatever a record says.
+// HF21: only nodes with role control serve consensus and renewals. The dialing node checks the certificate,
+// whatever a record says.
 func TestOnlyControlNodesAreDialedForConsensus(t *testing.T) {
 	w := newWorld(t, "c1")
 	edge := newNode(t, w.member(t, "edge", "ingress"), nil).serve(t)
@@ -564,8 +564,7 @@ func TestOnlyControlNodesAreDialedForConsensus(t *testing.T) {
 	}
 }
 
-// TestRenewalDropsNothing: after a renewal the next connection shows the new certificate, and open ones go
-// on.
+// SP10: after a renewal the next connection shows the new certificate, and open ones go on.
 func TestRenewalDropsNothing(t *testing.T) {
 	w := newWorld(t, "c1")
 	a := newNode(t, w.member(t, "a", "control"), nil).serve(t)

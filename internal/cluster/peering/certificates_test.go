@@ -39,8 +39,8 @@ func memberFiles(t *testing.T) pki.Files {
 	return f
 }
 
-// A keeper with the authority's key keeps a valid certificate for as long as it runs, also if some of its
-// renewals fail for days.
+// HF20: A keeper with the authority's key keeps a valid certificate for as long as it runs, also if some of
+// its renewals fail for days.
 func TestTheCertificateIsKeptValidFor60Days(t *testing.T) {
 	t.Parallel()
 	for name, fails := range map[string]time.Duration{
@@ -113,8 +113,8 @@ func TestACertificateThatIsNotRenewed(t *testing.T) {
 	assert.Contains(t, c.Warning(own.NotAfter.Add(time.Second)), "its certificate has ended")
 }
 
-// A timer stands still while its machine sleeps, so the keeper checks the clock each hour. A certificate that
-// becomes due meanwhile (the test replaces it by an older one) is renewed within the hour.
+// HF20: A timer stands still while its machine sleeps, so the keeper checks the clock each hour. A
+// certificate that becomes due meanwhile (the test replaces it by an older one) is renewed within the hour.
 func TestTheCertificateIsLookedAtEveryHour(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -163,8 +163,8 @@ func signedAt(t *testing.T, files pki.Files, at time.Time) (pki.Files, *pki.Cred
 	return files, own
 }
 
-// A control node whose clock was ahead has signed a certificate for itself that no node accepts once the
-// clock is right. The next start signs another one, and the status says what is wrong until then.
+// HF20: A control node whose clock was ahead has signed a certificate for itself that no node accepts once
+// the clock is right. The next start signs another one, and the status says what is wrong until then.
 func TestACertificateOfTheFutureIsRenewedAtStart(t *testing.T) {
 	t.Parallel()
 	now := time.Now()
@@ -178,8 +178,9 @@ func TestACertificateOfTheFutureIsRenewedAtStart(t *testing.T) {
 	assert.Empty(t, c.Warning(now))
 }
 
-// As above, without a start: the keeper looks at the clock each hour. A certificate that is not valid here
-// after its renewal either, because the signer's clock differs, is renewed once an hour and not without end.
+// HF20: As above, without a start: the keeper looks at the clock each hour. A certificate that is not valid
+// here after its renewal either, because the signer's clock differs, is renewed once an hour and not without
+// end.
 func TestACertificateOfTheFutureIsRenewedWithinTheHour(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -240,8 +241,8 @@ func (s selfSigning) CertifyExpired(
 	return s.Certify(ctx, pki.Identity{}, csr)
 }
 
-// Every renewal of the node's lease carries its record. A disk that hangs while a new gossip key or a new
-// certificate are saved must not keep the node from it: it would lose its lease, and its ranks with it.
+// HF44: Every renewal of the node's lease carries its record. A disk that hangs while a new gossip key or a
+// new certificate are saved must not keep the node from it: it would lose its lease, and its ranks with it.
 func TestTheRecordDoesNotWaitForTheDisk(t *testing.T) {
 	key := []byte("the new key")
 	for name, save := range map[string]func(p *Peering) error{

@@ -141,6 +141,7 @@ func TestParseFileLimit(t *testing.T) {
 	assert.False(t, ok)
 }
 
+// HF72: data dirs.
 func TestDataDirs(t *testing.T) {
 	dir := t.TempDir()
 	missing := filepath.Join(dir, "a", "b")
@@ -205,8 +206,8 @@ func plantCertificate(t *testing.T, folder string, signed time.Time) {
 	require.NoError(t, pki.Save(folder, files))
 }
 
-// TestLeftovers: shims and engines of the data dir are found as long as they run, and told from those of a
-// data dir of which this one is a copy.
+// HF59, HF63: shims and engines of the data dir are found as long as they run, and told from those of a data
+// dir of which this one is a copy.
 func TestLeftovers(t *testing.T) {
 	needsProc(t)
 	dir := t.TempDir()
@@ -260,7 +261,7 @@ func TestLeftovers(t *testing.T) {
 	assert.Len(t, leftovers(dir), 2, "a process that its parent has not waited for holds nothing")
 }
 
-// TestALostCgroup: an engine that has a cgroup and neither a shim nor a folder is found wherever it is.
+// HF63: an engine that has a cgroup and neither a shim nor a folder is found wherever it is.
 func TestALostCgroup(t *testing.T) {
 	needsProc(t)
 	at, err := process.CgroupOf("doctor." + strconv.Itoa(os.Getpid()))

@@ -13,6 +13,7 @@ import (
 	"github.com/dpserve/dpserve/internal/engine/attach"
 )
 
+// CC13: arrange.
 func TestArrange(t *testing.T) {
 	one := func(url string, ranks ...int) attach.Found { return attach.Found{URL: url, Ranks: ranks} }
 	low, high := one("u", 0, 1), one("v", 2, 3)
@@ -91,8 +92,8 @@ func TestArrange(t *testing.T) {
 	assert.False(t, mixed.IsLockstep)
 }
 
-// Numbers come from the event sources, else from the metrics. A front end with ranks 4 and 5 is asked whether
-// it takes 5 for a rank.
+// CC13: Numbers come from the event sources, else from the metrics. A front end with ranks 4 and 5 is asked
+// whether it takes 5 for a rank.
 func TestProbeFindsTheRanksBehindAURL(t *testing.T) {
 	const vllm = `{"data":[{"id":"m","owned_by":"vllm"}]}`
 	metrics := `vllm:num_requests_running{engine="4",model_name="m"} 0.0` + "\n" +

@@ -115,8 +115,8 @@ func TestTheCauseStandsBeforeItsConsequences(t *testing.T) {
 	assert.Equal(t, "the engine says ZMQError: Too bad", enginelog.Hint(lines))
 }
 
-// What the processes of an engine write of one failure: the first exception of the process in which it began
-// is the cause. Before it stand exceptions that were handled, behind it those of processes that waited.
+// HF78: What the processes of an engine write of one failure: the first exception of the process in which it
+// began is the cause. Before it stand exceptions that were handled, behind it those of processes that waited.
 func TestTheRootCauseOfAStart(t *testing.T) {
 	for name, c := range map[string]struct {
 		hint string
@@ -222,6 +222,7 @@ func FuzzStream(f *testing.F) {
 	})
 }
 
+// HF78: hint.
 func FuzzHint(f *testing.F) {
 	for line := range pairs(f, "hints.txt") {
 		f.Add(line)

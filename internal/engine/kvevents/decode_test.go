@@ -73,6 +73,7 @@ var goldens = map[string]string{
 	"old sglang": "92cb3ff80000000000009196ab426c6f636b53746f72656491d3cf97adeedb59e05bc0940102030404c0",
 }
 
+// KV1: golden payloads.
 func TestGoldenPayloads(t *testing.T) {
 	const stored = "S [12687895063098490012] parent=none tokens=[1 2 3 4] bs=4 medium=GPU lora=/-1 group=0 " +
 		"kind=%s extra=[]"
@@ -167,6 +168,7 @@ func hashText(v any) string {
 	return fmt.Sprint(v)
 }
 
+// KV1: captured batches.
 func TestCapturedBatches(t *testing.T) {
 	files, err := filepath.Glob("testdata/v0.32.0/*.jsonl")
 	require.NoError(t, err)
@@ -388,8 +390,8 @@ func TestGroupsThatCannotBeIndexed(t *testing.T) {
 	assert.Equal(t, uint64(2), groups.Skipped)
 }
 
-// The salt of an event stands in a member of a map, in a map of metadata, or in a map behind the seventh
-// element of an array. Members that may set blocks apart and are not known are counted.
+// RP31: The salt of an event stands in a member of a map, in a map of metadata, or in a map behind the
+// seventh element of an array. Members that may set blocks apart and are not known are counted.
 func TestSaltAsSGLangWritesIt(t *testing.T) {
 	event := func(more dict) dict {
 		ev := dict{

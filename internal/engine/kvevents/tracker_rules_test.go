@@ -93,7 +93,7 @@ func TestRangeThatIsGoneDropsTheBlocks(t *testing.T) {
 	assert.True(t, b.snapshot().Partial)
 }
 
-// The first batch of an engine is numbered 0 or 1: an empty replay and then either of them is a whole
+// RP30: The first batch of an engine is numbered 0 or 1: an empty replay and then either of them is a whole
 // beginning, if a replay from 0 brings no earlier batch.
 func TestFirstNumberOfTheEngine(t *testing.T) {
 	type numbers = []int
@@ -167,8 +167,8 @@ func (b saltedBlocks) Stored(ev *Stored) {
 	}
 }
 
-// The recorded first batches of each publisher, live behind the empty replay of an engine that has just
-// started, and from the ring of one that runs: both are whole, and both are the same blocks.
+// RP30, RP31: The recorded first batches of each publisher, live behind the empty replay of an engine that
+// has just started, and from the ring of one that runs: both are whole, and both are the same blocks.
 func TestFirstBatchesOfPublishers(t *testing.T) {
 	sglang := map[Hash]string{
 		IntHash(-3488128144981237669): "", UintHash(0x4ebfa8a1f3c34151): "",

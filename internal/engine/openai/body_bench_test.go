@@ -51,8 +51,8 @@ func BenchmarkScan(b *testing.B) {
 	}
 }
 
-// BenchmarkPlain prints how many times faster plain is than the loop over words that it has replaced, on the
-// same bytes in the same run, the two in turn, by the best time of each. "prose" has lines of 20 to 140
+// RC1: BenchmarkPlain prints how many times faster plain is than the loop over words that it has replaced, on
+// the same bytes in the same run, the two in turn, by the best time of each. "prose" has lines of 20 to 140
 // bytes.
 func BenchmarkPlain(b *testing.B) {
 	const size = 400 << 10

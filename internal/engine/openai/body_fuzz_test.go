@@ -100,7 +100,7 @@ func checkIDs(t *testing.T, b *Body, prompt string) {
 	}
 }
 
-// FuzzPlain: a plain run ends where the rule for single bytes says.
+// RC1: a plain run ends where the rule for single bytes says.
 func FuzzPlain(f *testing.F) {
 	f.Add([]byte("short"), 0)
 	f.Add([]byte(strings.Repeat("x", 16+3*block)+"\\"), 3)

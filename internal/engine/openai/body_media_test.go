@@ -59,7 +59,7 @@ func TestMediaPartsAreBounded(t *testing.T) {
 	assert.Equal(t, maxMediaParts, b.MediaParts)
 }
 
-// TestTextBytesIgnoreMedia: however large the media of a chat are, its text has the same bytes.
+// RP18: however large the media of a chat are, its text has the same bytes.
 func TestTextBytesIgnoreMedia(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		chat := func(size int) (body []byte, parts int) {

@@ -221,6 +221,7 @@ func TestScanRefuses(t *testing.T) {
 	}
 }
 
+// RP10: scan bounds the sequences of a request.
 func TestScanBoundsTheSequencesOfARequest(t *testing.T) {
 	list := func(n int) string { return `{"n":8,"prompt":["a"` + strings.Repeat(`,"a"`, n-1) + `]}` }
 	assert.Equal(t, 1024, scan(t, Completions, list(128)).Choices)
@@ -422,8 +423,8 @@ func plainByBytes(b []byte, i int) int {
 	return i
 }
 
-// TestPlainMatchesTheByteLoop draws runs that end in the first words, in a block and behind many, of ASCII
-// and of other text.
+// RC1: TestPlainMatchesTheByteLoop draws runs that end in the first words, in a block and behind many, of
+// ASCII and of other text.
 func TestPlainMatchesTheByteLoop(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		filler := rapid.SampledFrom([]byte{'x', ' ', '!', '#', 0x7f, 0x80, 0xa0, 0xa2, 0xdc, 0xff})
@@ -442,8 +443,8 @@ func TestPlainMatchesTheByteLoop(t *testing.T) {
 	})
 }
 
-// TestPlainFindsEveryByteAtEveryPlace: each byte value at each place of a run that is longer than a block and
-// the words before it, in ASCII and behind other text, ends the run or does not.
+// RC1: each byte value at each place of a run that is longer than a block and the words before it, in ASCII
+// and behind other text, ends the run or does not.
 func TestPlainFindsEveryByteAtEveryPlace(t *testing.T) {
 	const size = 16 + 3*block + 9
 	for _, around := range []byte{'x', '!', '#', ']', ' ', 0x80, 0xa2, 0xff} {

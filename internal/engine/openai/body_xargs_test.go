@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/assert"
 )
 
-// TestScanRefusesReservedXargs: what a client may not set does not pass in a bag of further arguments either.
+// RP19: what a client may not set does not pass in a bag of further arguments either.
 func TestScanRefusesReservedXargs(t *testing.T) {
 	for _, xargs := range []string{
 		`{"kv_cache_report_mode":"full"}`, `{"a":1,"kv_transfer_params":{"do_remote_decode":true}}`,

@@ -10,8 +10,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestScanHead: the beginning is enough where the body is cut in its messages and has what dpserve needs
-// before them. A cut anywhere else is not.
+// RP54: the beginning is enough where the body is cut in its messages and has what dpserve needs before them.
+// A cut anywhere else is not.
 func TestScanHead(t *testing.T) {
 	const before = `{"model":"m","n":2,"stream":true,"user":"u","messages":`
 	const body = before + `[{"role":"user","content":"a\nb"}],"max_tokens":8,"b":[{"c":1}]}`
@@ -42,8 +42,8 @@ func TestScanHead(t *testing.T) {
 	}
 }
 
-// FuzzRest: of any body and in pieces of any size, no member passes behind the head that only dpserve may
-// set, that is there already, or that has to be before the messages; every other one does.
+// RP53: of any body and in pieces of any size, no member passes behind the head that only dpserve may set,
+// that is there already, or that has to be before the messages; every other one does.
 func FuzzRest(f *testing.F) {
 	const head = `{"model":"m","stream":true,"messages":[`
 	for _, rest := range []string{

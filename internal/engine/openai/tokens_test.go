@@ -10,8 +10,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestEstimatorLearnsFromItsFirstRequests: the assumption of four bytes counts as a quarter of one.
-// Later the estimate follows a change within some hundred requests.
+// RP33: the assumption of four bytes counts as a quarter of one. Later the estimate follows a change within
+// some hundred requests.
 func TestEstimatorLearnsFromItsFirstRequests(t *testing.T) {
 	var e Estimator
 	assert.InDelta(t, 4, e.K(), 0)
@@ -54,8 +54,8 @@ func TestAnEstimateTakesMediaByNumber(t *testing.T) {
 	assert.Less(t, e.K(), 4.0)
 }
 
-// TestEstimatorCutsOutliers: whatever one request reports, it counts as at most four times the estimate or a
-// quarter of it, and no estimate leaves the bounds.
+// RP33: whatever one request reports, it counts as at most four times the estimate or a quarter of it, and no
+// estimate leaves the bounds.
 func TestEstimatorCutsOutliers(t *testing.T) {
 	for name, odd := range map[string]struct {
 		bytes, tokens int

@@ -113,6 +113,10 @@ func start(t *testing.T, c Config) *Server {
 	return s
 }
 
+// FS14: the simulated engine plays every captured request of vLLM 0.32.0: HTTP, prefill legs, KV events,
+// replays, `/metrics`: Status, headers, members in order with types and nulls, error texts, events of
+// streams, message frames, metric names, types and labels are the captured ones; the tables at the head of
+// `golden_test.go` name every difference.
 func TestGoldens(t *testing.T) {
 	t.Run("http", func(t *testing.T) {
 		s := start(t, inMemory(goldenConfig()))
@@ -439,7 +443,7 @@ func TestGoldenTablesNameRealFixtures(t *testing.T) {
 	}
 }
 
-// Names, types and labels of every engine metric are the captured ones.
+// FS14: Names, types and labels of every engine metric are the captured ones.
 func TestGoldenMetrics(t *testing.T) {
 	for file, edit := range map[string]func(*Config){
 		"dense_one_rank_after_load":    func(*Config) {},

@@ -244,7 +244,7 @@ func kvShape(e kvEvent, names map[string]int) string {
 	return string(b)
 }
 
-// The captured requests cause the captured events: kinds, order, keys, counts, parents, duplicates,
+// FS14: The captured requests cause the captured events: kinds, order, keys, counts, parents, duplicates,
 // evictions. Under sha256_cbor the bytes are equal too, wherever no answer is in the blocks.
 func TestKVEventGoldens(t *testing.T) {
 	play := func(t *testing.T, file string, c Config) (got, want []act) {
@@ -313,6 +313,7 @@ func TestKVEventGoldens(t *testing.T) {
 	})
 }
 
+// FS14: KV event sources.
 func TestKVEventSources(t *testing.T) {
 	replay := func(port string) *string { s := "tcp://*:" + port; return &s }
 	for name, edit := range map[string]func(*Config){

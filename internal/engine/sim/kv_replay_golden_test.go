@@ -113,7 +113,8 @@ func msgpackShape(t *testing.T, d *msgpack.Decoder) string {
 	return "integer"
 }
 
-// A replay has the captured frames and events: topic, number, end marker, keys in order, kinds of hashes.
+// FS14: A replay has the captured frames and events: topic, number, end marker, keys in order, kinds of
+// hashes.
 func TestKVReplayGoldens(t *testing.T) {
 	for name, edit := range map[string]func(*Config){
 		"dense_default_replay_from_0.jsonl":     func(*Config) {},

@@ -139,8 +139,8 @@ func TestLoneRankNeverGetsIn(t *testing.T) {
 	require.ErrorContains(t, err, "1 of 2 ranks came")
 }
 
-// TestReportsOfRanks: what a rank says of its step comes as it was said, because rank 0 computes from all
-// tokens what the ranks do together.
+// LG40: what a rank says of its step comes as it was said, because rank 0 computes from all tokens what the
+// ranks do together.
 func TestReportsOfRanks(t *testing.T) {
 	member, rank0 := net.Pipe()
 	l := &link{conns: []net.Conn{member}}
@@ -156,6 +156,7 @@ func TestReportsOfRanks(t *testing.T) {
 	}
 }
 
+// LG40: law of a group.
 func TestLawOfAGroup(t *testing.T) {
 	of := func(args ...string) Config {
 		c, ignored, err := ParseFlags(append(args, "--data-parallel-size", "8", "--data-parallel-rank", "0",

@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Prefill legs byte by byte as they were sent to real engines; what comes back has the captured form.
+// FS14: Prefill legs byte by byte as they were sent to real engines; what comes back has the captured form.
 func TestGoldenPrefillLegs(t *testing.T) {
 	s := start(t, pairConfig(RoleProducer))
 	playFolder(t, "pd", func(string) *Server { return s })
@@ -47,7 +47,7 @@ func TestGoldenOrderOfParameters(t *testing.T) {
 	assert.Equal(t, order(fixtureBody(t, "pd/completions.p")), order([]byte(body)))
 }
 
-// The answers of decode engines that failed are the captured ones.
+// FS14: The answers of decode engines that failed are the captured ones.
 func TestGoldenErrorsOfDecodeLegs(t *testing.T) {
 	isBody(t, string(fixtureBody(t, "pd_errors/wrong_engine_id.d")), failedBody)
 	isBody(t, string(fixtureBody(t, "pd_errors/kill_flat_block_ids.d")), deadBody)
