@@ -27,10 +27,10 @@ func TestOneLostUnitIsOneAttempt(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var calls atomic.Int32
-			failed := make(chan struct{})
+			failed := make(chan time.Time, 1)
 			engine := func(w http.ResponseWriter, r *http.Request) {
 				if calls.Add(1) == 1 {
-					close(failed)
+					failed <- time.Now()
 					c.fails(w, r)
 					return
 				}
@@ -40,9 +40,10 @@ func TestOneLostUnitIsOneAttempt(t *testing.T) {
 			g := lockstepRig(t, engine, engine, engine, engine)
 			done := make(chan answer, 1)
 			go func() { done <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
-			<-failed
+			first := <-failed
 			time.Sleep(c.told)
 			g.replicas[0].say(false, true, "process_exit")
+			isInTime := time.Since(first) < lossWait // on a slow machine the request has given up waiting
 			unit := g.replicas[0].unit
 			g.phase(unit, state.Starting, 2)
 			for _, r := range g.replicas {
@@ -55,7 +56,9 @@ func TestOneLostUnitIsOneAttempt(t *testing.T) {
 			case <-time.After(soon):
 				t.Fatal("no answer")
 			}
-			assert.Equal(t, int32(2), calls.Load())
+			if isInTime || c.told > 0 {
+				assert.Equal(t, int32(2), calls.Load())
+			}
 		})
 	}
 }
@@ -75,7 +78,7 @@ func TestRefusalsOfALostUnitWaitForIt(t *testing.T) {
 			var g *rig
 			var calls atomic.Int32
 			var back atomic.Bool
-			asked := make(chan struct{})
+			asked := make(chan time.Time, 1)
 			engines := make([]http.HandlerFunc, 5)
 			for i := range engines {
 				engines[i] = func(w http.ResponseWriter, r *http.Request) {
@@ -95,7 +98,7 @@ func TestRefusalsOfALostUnitWaitForIt(t *testing.T) {
 			for _, r := range g.replicas {
 				r.setRefuse(func(*msg.Admit) msg.Refusal {
 					if calls.Add(1) == 1 {
-						close(asked)
+						asked <- time.Now()
 					}
 					if c.admits {
 						return msg.Granted
@@ -105,11 +108,12 @@ func TestRefusalsOfALostUnitWaitForIt(t *testing.T) {
 			}
 			done := make(chan answer, 1)
 			go func() { done <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
-			<-asked
+			first := <-asked
 			time.Sleep(lossWait / 5) // the rest of the unit could be asked meanwhile
 			for _, r := range g.replicas {
 				r.say(false, true, "process_exit")
 			}
+			isInTime := time.Since(first) < lossWait // on a slow machine the request has given up waiting
 			unit := g.replicas[0].unit
 			g.phase(unit, state.Starting, 2)
 			back.Store(true)
@@ -124,7 +128,9 @@ func TestRefusalsOfALostUnitWaitForIt(t *testing.T) {
 			case <-time.After(soon):
 				t.Fatal("no answer")
 			}
-			assert.Equal(t, int32(1), calls.Load())
+			if isInTime {
+				assert.Equal(t, int32(1), calls.Load())
+			}
 		})
 	}
 }
