@@ -80,6 +80,46 @@ func TestStopIsSentAgainWithTheGraceThatIsLeft(t *testing.T) {
 	assert.Empty(t, w.takeTrace())
 }
 
+// A group over two nodes: its parts are told to end once the last of them is idle or ends.
+func TestPartsOfAGroupDrainTogether(t *testing.T) {
+	for name, c := range map[string]struct {
+		says [][2]string // node and event
+		want []string    // what follows the last one
+	}{
+		"one is idle":             {[][2]string{{"a", "idle"}, {"b", "draining"}}, nil},
+		"one is idle, told twice": {[][2]string{{"a", "idle"}, {"a", "idle"}}, nil},
+		"both are idle": {[][2]string{{"a", "idle"}, {"b", "draining"}, {"b", "idle"}}, []string{
+			"stop moe/0 epoch 1 on a, grace 0s", "stop moe/0 epoch 1 on b, grace 0s",
+		}},
+		"idle is the answer to the end": {[][2]string{{"a", "idle"}, {"b", "idle"}, {"b", "idle"}}, nil},
+		"the busy one ends": {[][2]string{{"a", "idle"}, {"b", "killing"}}, []string{
+			"moe/0: draining → killing", "stop moe/0 epoch 1 on a, grace 0s",
+		}},
+		"the busy one has ended": {[][2]string{{"b", "gone"}, {"a", "idle"}}, []string{
+			"stop moe/0 epoch 1 on a, grace 0s",
+		}},
+		"it ends while the other is busy": {[][2]string{{"a", "draining"}, {"b", "killing"}}, []string{
+			"moe/0: draining → killing",
+		}},
+	} {
+		w := newWorld(t, node("a", 2), node("b", 2))
+		moe := sim("moe", 4, app.Lockstep)
+		moe.MaxRanksPerNode = 2
+		w.deploy(moe)
+		for _, n := range []string{"a", "b"} {
+			w.says(n, "moe/0", msg.UnitStarted)
+			w.says(n, "moe/0", msg.UnitReady)
+		}
+		require.Equal(t, state.Ready, w.phase("moe/0"))
+		w.delete("moe")
+		for _, s := range c.says {
+			w.takeTrace()
+			w.says(s[0], "moe/0", msg.UnitEventKind(s[1]))
+		}
+		assert.Equal(t, c.want, w.takeTrace(), name)
+	}
+}
+
 func TestReportsAreTakenOncePerNumberAndForTheEpochInHandOnly(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("chat", 1, app.Independent))

@@ -263,7 +263,7 @@ func (c *Core) applyPresent(now time.Time, process uint64, e *msg.UnitEvent) {
 		p.process, p.number = process, 0
 	}
 	if replaced {
-		p.ready, p.draining, p.ended = false, false, false
+		p.ready, p.draining, p.idle, p.ended = false, false, false, false
 		c.stepUnit(now, u, state.Event{Kind: state.EvReturned, Epoch: e.Epoch})
 	}
 	if !p.gone && (p.adopted || !p.started) {
@@ -272,12 +272,7 @@ func (c *Core) applyPresent(now time.Time, process uint64, e *msg.UnitEvent) {
 }
 
 func isRunning(k msg.UnitEventKind) bool {
-	switch k {
-	case msg.UnitStarted, msg.UnitReady, msg.UnitFenced, msg.UnitDraining:
-		return true
-	default:
-		return false
-	}
+	return k != msg.UnitKilling && k != msg.UnitGone && k != msg.UnitPresent
 }
 
 // stopOrphan stops an old incarnation of a unit whose epoch is not granted to this node.
@@ -319,11 +314,13 @@ func (c *Core) applyNewEvent(now time.Time, u *unit, e *msg.UnitEvent) {
 	case msg.UnitKilling:
 		u.noteFailure(e.Node)
 		p.started, p.ended = true, true
-		ev.Kind, ev.Others = state.EvKilling, u.othersLack(e.Node, isEnded)
+		ev.Kind, ev.Others, ev.Idle = state.EvKilling, u.othersLack(e.Node, isEnded), u.allParts(isIdle)
 		c.stepUnit(now, u, ev)
-	case msg.UnitDraining:
-		p.started, p.draining = true, true
+	case msg.UnitDraining, msg.UnitIdle:
+		wasIdle := p.idle // the answer to an order to stop repeats the event
+		p.started, p.draining, p.idle = true, true, e.Kind == msg.UnitIdle
 		ev.Kind, ev.Others = state.EvDraining, u.othersLack(e.Node, isDraining)
+		ev.Idle = !wasIdle && p.idle && u.allParts(isIdle)
 		c.stepUnit(now, u, ev)
 	case msg.UnitGone:
 		c.markPartGone(now, u, e.Node, ev)
@@ -350,7 +347,7 @@ func (c *Core) markUp(now time.Time, u *unit, p *part, e *msg.UnitEvent, ev stat
 func (c *Core) markPartGone(now time.Time, u *unit, node string, ev state.Event) {
 	u.noteFailure(node)
 	u.parts[node].markGone()
-	ev.Kind, ev.Taken = state.EvGone, c.findsPortsTaken(u)
+	ev.Kind, ev.Taken, ev.Idle = state.EvGone, c.findsPortsTaken(u), u.allParts(isIdle)
 	if !u.allParts(isGone) {
 		ev.Kind, ev.Others = state.EvKilling, u.othersLack(node, isEnded)
 	}

@@ -252,6 +252,7 @@ func (u *unit) rankStatus(phase state.Phase) []client.RankStatus {
 // part is one node's share of a unit's current grant.
 type part struct {
 	started, ready, draining bool
+	idle                     bool // it drains, has no request left, and waits for the other parts
 	wasReady                 bool // its ranks were ready under this grant
 	ended                    bool // its node ends it, or has ended it, by itself
 	gone                     bool // nothing is left of it
@@ -308,5 +309,6 @@ func isStarted(p *part) bool    { return p.started }
 func isReady(p *part) bool      { return p.ready }
 func hasBeenReady(p *part) bool { return p.wasReady }
 func isDraining(p *part) bool   { return p.draining || p.ended }
+func isIdle(p *part) bool       { return p.idle || p.ended }
 func isEnded(p *part) bool      { return p.ended }
 func isGone(p *part) bool       { return p.gone }

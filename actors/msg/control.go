@@ -85,7 +85,9 @@ const (
 	// the node ends the engines (start failure or after a fence)
 	UnitKilling  UnitEventKind = "killing"
 	UnitDraining UnitEventKind = "draining" // the node has accepted a StopRank with grace
-	UnitGone     UnitEventKind = "gone"     // processes gone, ports verified free
+	// a part that drains has no request left, and waits for an order to end: other nodes have parts
+	UnitIdle UnitEventKind = "idle"
+	UnitGone UnitEventKind = "gone" // processes gone, ports verified free
 	// UnitPresent is in a digest only: the node has the unit, and does not tell its phase. A process of a
 	// node sends it for a unit whose engines an earlier one has left, until it has decided about them. It
 	// also stands for a kind of a later version. A unit that is present is not gone, and not started again.
@@ -111,7 +113,7 @@ type UnitEvent struct {
 // isKnown reports whether this version knows the kind of the event.
 func (e *UnitEvent) isKnown() bool {
 	switch e.Kind {
-	case UnitStarted, UnitReady, UnitFenced, UnitKilling, UnitDraining, UnitGone, UnitPresent:
+	case UnitStarted, UnitReady, UnitFenced, UnitKilling, UnitDraining, UnitIdle, UnitGone, UnitPresent:
 		return true
 	}
 	return false

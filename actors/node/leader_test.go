@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"net/http"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -415,4 +416,51 @@ func TestTheLastEventsLeaveWithTheNode(t *testing.T) {
 		b.leader.becomes(silent)
 		require.Error(t, b.start("demo/0/0", 2), "a closed node refuses at once")
 	})
+}
+
+// A part without requests of a unit over two nodes ends when the leader orders it, at the end of its grace,
+// or with the lease of a node that stops. A unit of this node alone ends at once.
+func TestAPartWithoutRequestsWaitsForTheOthers(t *testing.T) {
+	for name, c := range map[string]struct {
+		spans bool
+		order time.Duration // from the leader, after so long; 0: none
+		stops bool
+		ends  time.Duration
+	}{
+		"alone":             {false, 0, false, 0},
+		"ordered":           {true, 3 * time.Second, false, 3 * time.Second},
+		"no leader":         {true, 0, false, 20 * time.Second},
+		"no leader, a stop": {true, 0, true, 10 * time.Second},
+	} {
+		t.Run(name, func(t *testing.T) {
+			inBubble(t, nil, func(t *testing.T, b *bubble) {
+				o := b.order("demo/0", 1)
+				o.App.GracefulShutdownTimeout = 20
+				if c.spans {
+					o.AllRanks = append(o.AllRanks, state.RankGrant{Rank: 1, Node: "m"})
+				}
+				require.NoError(t, b.node.StartRank(t.Context(), o))
+				time.Sleep(time.Second)
+				require.Equal(t, state.Ready, b.phase("demo/0"))
+				done, began := b.node.list()[0].done, time.Now()
+				stop := func(grace time.Duration) {
+					require.NoError(t, b.node.StopRank(t.Context(),
+						&msg.StopRank{Unit: "demo/0", Epoch: 1, Grace: grace}))
+				}
+				stop(20 * time.Second)
+				time.Sleep(c.order)
+				synctest.Wait()
+				b.leader.becomes(leaderless)
+				if c.order > 0 {
+					stop(0)
+				}
+				if c.stops {
+					require.NoError(t, b.node.Close(t.Context(), time.Hour))
+				}
+				<-done
+				assert.Equal(t, c.ends, time.Since(began).Truncate(time.Second))
+				assert.Equal(t, c.spans, slices.Contains(b.leader.kinds("demo/0"), "1:idle"))
+			})
+		})
+	}
 }

@@ -43,6 +43,7 @@ var phases = map[msg.UnitEventKind]state.Phase{
 	msg.UnitReady:    state.Ready,
 	msg.UnitFenced:   state.Fenced,
 	msg.UnitDraining: state.Draining,
+	msg.UnitIdle:     state.Draining,
 	msg.UnitKilling:  state.Killing,
 	msg.UnitGone:     state.Gone,
 }

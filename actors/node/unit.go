@@ -382,7 +382,9 @@ func (u *unit) hasServed() bool {
 }
 
 // drain lets the requests of a serving unit continue until the deadline of the stop. A failure, an earlier
-// deadline or the node's end cuts it short.
+// deadline or the node's end cuts it short. If other nodes have ranks of the unit, an engine that ends would
+// break their requests: then the part waits until the leader tells all parts to end, because none has a
+// request.
 func (u *unit) drain() {
 	step, why, _ := u.next()
 	if step != StepDrain {
@@ -399,28 +401,34 @@ func (u *unit) drain() {
 			<-r.replica.Drained()
 		}
 	}()
-	for u.draining(empty) {
-		continue
+	if u.awaitIdle(empty) && u.spansNodes() {
+		u.enter(msg.UnitIdle, why, nil)
+		u.awaitIdle(nil)
 	}
 }
 
-// draining waits for one event and returns whether to continue waiting.
-func (u *unit) draining(empty <-chan struct{}) bool {
-	step, _, grace := u.next()
-	if step == StepEnd {
-		return false
+// awaitIdle returns true when empty is closed, false when the unit has to end. An idle part of a node that
+// stops also ends with the lease, because without a leader nobody tells it when the others are idle.
+func (u *unit) awaitIdle(empty <-chan struct{}) bool {
+	for {
+		step, _, wait := u.next()
+		if empty == nil && u.n.isStopping() {
+			wait = min(wait, u.n.LeaseLeft())
+		}
+		if step == StepEnd || wait <= 0 {
+			return false
+		}
+		select {
+		case <-u.wake:
+		case <-time.After(wait):
+		case <-empty:
+			return true
+		case <-u.n.hard:
+			return false
+		case <-u.n.detached:
+			return false
+		}
 	}
-	deadline := time.NewTimer(grace)
-	defer deadline.Stop()
-	select {
-	case <-u.wake:
-		return true
-	case <-empty:
-	case <-deadline.C:
-	case <-u.n.hard:
-	case <-u.n.detached:
-	}
-	return false
 }
 
 // cutPart of KillGrace, 0.5 of 5 s, is an engine's time to end by itself after a cut. So a superseded unit is

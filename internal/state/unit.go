@@ -78,6 +78,9 @@ type Event struct {
 	Asked    bool // EvLost: the node's process was told to end, so this is no failed start
 	Taken    bool // EvGone: another program holds ports of the unit's block, so this is no failed start
 	Died     bool // EvKilling, EvGone: the node's process has ended, and was not told to
+	// EvDraining, EvKilling, EvGone: with it no part of the unit has requests. A part that has none waits for
+	// that, because an engine that ends breaks the requests of the other nodes' ranks
+	Idle bool
 	// Others: other living nodes of the unit have not reported the same. EvNodeLost, EvGone: their ranks
 	// still run.
 	Others  bool
@@ -139,7 +142,7 @@ func (m *Machine) handle(e Event, now time.Time, t Timers) []Effect {
 	case EvTick:
 		return m.handleTick(now, t)
 	case EvStarted, EvDraining:
-		return m.confirmOrder(e)
+		return m.confirmOrder(e, now, t)
 	case EvReady:
 		return m.handleReady(now)
 	case EvFenced:
@@ -391,12 +394,17 @@ func (m *Machine) repeatStop(now time.Time, t Timers) []Effect {
 }
 
 // confirmOrder records that the nodes accepted an order. A node that drains by itself also stops admitting.
-func (m *Machine) confirmOrder(e Event) []Effect {
+// Once every part of a unit that drains is idle or ends, those that wait are told to end.
+func (m *Machine) confirmOrder(e Event, now time.Time, t Timers) []Effect {
 	switch {
 	case e.Kind == EvStarted && m.Phase == Starting, e.Kind == EvDraining && m.Phase == Draining:
 		m.markConfirmed(e)
 	case e.Kind == EvDraining && m.Phase == Ready:
 		m.Phase, m.Confirmed, m.Reason = Draining, true, e.Reason
+	}
+	if e.Idle && (m.Phase == Draining || m.Phase == Killing) {
+		m.StopBy = now
+		return m.repeatStop(now, t)
 	}
 	return nil
 }
@@ -460,7 +468,7 @@ func (m *Machine) handleKilling(e Event, now time.Time, t Timers) []Effect {
 		m.markConfirmed(e)
 	default:
 	}
-	if was == Starting {
+	if was == Starting || was == Draining && e.Idle && e.Others && now.Before(m.StopBy) {
 		return []Effect{{Kind: DoStopOthers}}
 	}
 	return nil

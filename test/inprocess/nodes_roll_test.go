@@ -34,10 +34,10 @@ func fewestReady(p *harness.Peer, app string) (stop func() int) {
 }
 
 // sized is an application of lockstep groups of two whose grace is longer than any stream of the test.
-func sized(groups int, stepMS int) string {
+func sized(groups int, stepMS int, strategy string) string {
 	return simApp("fleet", 2, "lockstep", fmt.Sprintf("sim_step_ms: %d", stepMS),
 		fmt.Sprintf("num_groups: %d", groups),
-		"graceful_shutdown_timeout_s: 20")
+		"graceful_shutdown_timeout_s: 20", "placement_group_strategy: "+strategy)
 }
 
 // FS10, PL3: Under load, an application rolls to another revision, shrinks and grows, a node is drained, and
@@ -46,11 +46,20 @@ func sized(groups int, stepMS int) string {
 // breaks.
 func TestFS10RollResizeDrainAndStop(t *testing.T) {
 	t.Parallel()
+	for strategy, parts := range map[string]int{"PACK": 1, "SPREAD": 2} { // nodes of a group
+		t.Run(strategy, func(t *testing.T) {
+			t.Parallel()
+			rollResizeDrainAndStop(t, strategy, parts)
+		})
+	}
+}
+
+func rollResizeDrainAndStop(t *testing.T, strategy string, parts int) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(3), harness.Slots(8))
 		c.Expect(harness.NodeFails)
 		c.WaitVoters(3)
-		c.Deploy(sized(4, 10))
+		c.Deploy(sized(4, 10, strategy))
 		c.WaitStatus("fleet", "RUNNING")
 		time.Sleep(5 * time.Second)
 		leads := c.Leader()
@@ -73,7 +82,7 @@ func TestFS10RollResizeDrainAndStop(t *testing.T) {
 			time.Sleep(3 * time.Second)
 		}
 		phase("a new revision", 4, 2, func() {
-			leads.Deploy(sized(4, 11))
+			leads.Deploy(sized(4, 11, strategy))
 			c.Until("it has begun", func() error {
 				if st, _ := leads.App("fleet"); st.Ready == 8 {
 					return fmt.Errorf("not yet")
@@ -83,7 +92,7 @@ func TestFS10RollResizeDrainAndStop(t *testing.T) {
 		})
 		for _, n := range []int{2, 8} {
 			before := epochs(leads)
-			phase(fmt.Sprint(n, " groups"), n, 2*n, func() { leads.Deploy(sized(n, 11)) })
+			phase(fmt.Sprint(n, " groups"), n, 2*n, func() { leads.Deploy(sized(n, 11, strategy)) })
 			after := epochs(leads)
 			assert.Len(t, after, n)
 			for unit, epoch := range after {
@@ -100,7 +109,7 @@ func TestFS10RollResizeDrainAndStop(t *testing.T) {
 		code, text := leads.Do(http.MethodDelete, "/api/v1/nodes/"+p.ID+"/drain", "")
 		require.Equal(t, http.StatusAccepted, code, text)
 		p = busy()
-		phase("the stop of "+p.ID, 8, len(ranksOn(leads, p.ID)), p.Close)
+		phase("the stop of "+p.ID, 8, parts*len(ranksOn(leads, p.ID)), p.Close)
 		assert.Zero(t, clean(t, load.end()), "streams broken")
 	})
 }
@@ -121,11 +130,11 @@ func TestASingleGroupRollsAsAWhole(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
 		c.Expect(harness.RequestRefused)
-		c.Deploy(sized(1, 10))
+		c.Deploy(sized(1, 10, "PACK"))
 		c.WaitStatus("fleet", "RUNNING")
 		load := ask(t, c.Peer(0), "fleet", 100*time.Millisecond, 100)
 		time.Sleep(3 * time.Second)
-		c.Deploy(sized(1, 20))
+		c.Deploy(sized(1, 20, "PACK"))
 		c.WaitUnit("fleet/0", "ready", 2)
 		time.Sleep(3 * time.Second)
 		refused := 0
