@@ -209,11 +209,11 @@ func asNumber(x any) (float64, bool) {
 	return 0, false
 }
 
-// boolean reads a bool parameter.
-func (p *params) boolean(name string, def bool) bool {
+// boolean reads a bool parameter, false if it is not given.
+func (p *params) boolean(name string) bool {
 	x, ok := p.value(name)
 	if !ok {
-		return def
+		return false
 	}
 	b, ok := x.(bool)
 	if !ok {

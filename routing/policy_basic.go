@@ -113,7 +113,7 @@ type PowerOfTwo struct {
 }
 
 func newPowerOfTwo(p *params) Policy {
-	return PowerOfTwo{PreferLocal: p.boolean("prefer_local", false)}
+	return PowerOfTwo{PreferLocal: p.boolean("prefer_local")}
 }
 
 func (PowerOfTwo) Name() string { return namePowerOfTwo }

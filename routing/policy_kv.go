@@ -32,8 +32,8 @@ func newKV(p *params) Policy {
 	return KV{
 		Weight:      p.number("overlap_score_weight", p.choose(kvWeight, kvWeightTuned), 0, maxWeight),
 		Temperature: p.number("router_temperature", 0, 0, maxWeight),
-		NoTrack:     p.boolean("no_track_active_blocks", false),
-		NoEvents:    p.boolean("no_kv_events", false),
+		NoTrack:     p.boolean("no_track_active_blocks"),
+		NoEvents:    p.boolean("no_kv_events"),
 	}
 }
 

@@ -48,7 +48,7 @@ func newPrefixAware(p *params) Policy {
 	made := PrefixAware{
 		Imbalanced: p.number("imbalanced_threshold", p.choose(math.Inf(1), imbalancedTuned), 0, math.Inf(1)),
 		MatchRate:  p.number("match_rate_threshold", matchRateThreshold, 0, 1),
-		Evict:      p.boolean("do_eviction", false),
+		Evict:      p.boolean("do_eviction"),
 		High:       p.integer("eviction_threshold_chars", int(high), 1, maxTreeChars),
 		Low:        p.integer("eviction_target_chars", int(low), 1, maxTreeChars),
 		Interval:   p.seconds("eviction_interval_s", evictionInterval),

@@ -47,11 +47,10 @@ func (rotatingTies) Observe(s State, _ *View, e *Event) {
 // aggregate holds what a formula computes over all ranks before it scores each; every formula documents its
 // own numbers.
 type aggregate struct {
-	mode  int8
-	x     [4]float64
-	why   string // the reason of the decision
-	spare RankID
-	rule  rule
+	mode int8
+	x    [4]float64
+	why  string // the reason of the decision
+	rule rule
 }
 
 // summand is one term before it is named: it adds raw × weight.

@@ -142,9 +142,6 @@ func (r *testRig) newSubscriber(t require.TestingT) *reader {
 	return f
 }
 
-// stepBlocks is a number of blocks that needs several records.
-const stepBlocks = partBlocks
-
 // notifyRecorder tells the recorder that events wait.
 func (r *testRig) notifyRecorder(in *eventQueue) { r.recorder.box.Send(eventsQueued{in}) }
 

@@ -117,7 +117,7 @@ func (p *packer) pack(slot uint64, rec *msg.Record) {
 // toMicros is a rank's time on the wire, rounded up: a known time is never 0 there, and 0 is none.
 func toMicros(at time.Duration) uint64 {
 	at = min(at, maxAt*time.Microsecond)
-	return uint64((at + time.Microsecond - 1) / time.Microsecond) //nolint:gosec // at is positive
+	return uint64((at + time.Microsecond - 1) / time.Microsecond)
 }
 
 func (p *packer) status(slot uint64, rec *msg.Record) {
@@ -206,7 +206,7 @@ func (p *packer) begin(slot uint64, rec *msg.Record) {
 func (p *packer) end() {
 	size := len(p.buf) - 1
 	var prefix [binary.MaxVarintLen64]byte
-	n := binary.PutUvarint(prefix[:], uint64(size)) //nolint:gosec // a length
+	n := binary.PutUvarint(prefix[:], uint64(size))
 	if n > 1 {
 		p.buf = append(p.buf, prefix[:n-1]...)
 		copy(p.buf[n:], p.buf[1:1+size])

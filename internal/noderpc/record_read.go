@@ -84,11 +84,11 @@ func (u *unpacker) unpack(packed []byte, to recordHandler) error {
 			u.stats.malformed.Add(1)
 			return errMalformed
 		}
-		if n == 0 || size > uint64(len(packed)-n) { //nolint:gosec // at most len(packed)
+		if n == 0 || size > uint64(len(packed)-n) {
 			u.rest = append(u.rest[:0], packed...)
 			return nil
 		}
-		end := n + int(size) //nolint:gosec // at most maxRecord
+		end := n + int(size)
 		if err := u.readRecord(&cursor{b: packed[n:end], texts: u.texts}, to); err != nil {
 			u.stats.malformed.Add(1)
 			return err

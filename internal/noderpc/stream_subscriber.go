@@ -244,7 +244,7 @@ func (l *recordLog) append(part []byte, oldest func() place) {
 	n := len(l.chunks)
 	if n == 0 || len(l.chunks[n-1])+len(part) > cap(l.chunks[n-1]) {
 		unneeded := max(oldest().chunk, l.first) - l.first
-		l.drop(max(int(unneeded), n+1-maxChunks)) //nolint:gosec // at most n
+		l.drop(max(int(unneeded), n+1-maxChunks))
 		l.chunks = append(l.chunks, make([]byte, 0, max(chunkBytes, len(part))))
 		n = len(l.chunks)
 	}
@@ -253,7 +253,7 @@ func (l *recordLog) append(part []byte, oldest func() place) {
 
 func (l *recordLog) drop(n int) {
 	l.chunks = slices.Delete(l.chunks, 0, n)
-	l.first += uint64(n) //nolint:gosec // at most len(chunks)
+	l.first += uint64(n)
 }
 
 // end is the position after the last record.

@@ -66,7 +66,6 @@ func NewHasher(secret []byte) Hasher {
 
 // Root is the hash in front of block 0.
 func (h Hasher) Root(s Salt) uint64 {
-
 	x := h.fold(h.seed, uint64(s.Unit)<<32|uint64(uint32(s.BlockSize)))
 	for _, part := range [...]string{s.Model, s.Adapter, s.CacheSalt} {
 		x = h.fold(x, xxh3.HashStringSeed(part, h.seed)+uint64(len(part)))

@@ -7,7 +7,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/test/harness"
@@ -236,7 +235,7 @@ func (r *nodeWalk) remove() {
 			resp, err := l.Send(req)
 			cancel()
 			if err == nil {
-				assert.NoError(r.t, resp.Body.Close())
+				require.NoError(r.t, resp.Body.Close())
 				if resp.StatusCode == http.StatusAccepted {
 					r.note("removed")
 					return

@@ -1,7 +1,6 @@
 package inprocess
 
 import (
-	"context"
 	"crypto/sha256"
 	"encoding/json"
 	"fmt"
@@ -25,7 +24,7 @@ const calm = 14 * time.Second
 //   - no node is taken for lost that was well for some time, whatever others do;
 //   - no two deploys are given the same revision.
 type laws struct {
-	ctx context.Context
+	ended <-chan struct{} // when the test ends
 
 	mu        sync.Mutex
 	sums      map[uint64][sha256.Size]byte // by index, of what all nodes may know
@@ -40,7 +39,7 @@ type laws struct {
 
 func newLaws(t *testing.T) *laws {
 	return &laws{
-		ctx: t.Context(), sums: map[uint64][sha256.Size]byte{}, owners: map[string]string{},
+		ended: t.Context().Done(), sums: map[uint64][sha256.Size]byte{}, owners: map[string]string{},
 		isHarmed: map[string]bool{}, since: map[string]time.Time{}, lost: map[string]bool{},
 		revisions: map[uint64]bool{},
 	}
@@ -87,7 +86,7 @@ func (l *laws) follow(p *harness.Peer) {
 			last = s.Index
 			select {
 			case <-changed:
-			case <-l.ctx.Done():
+			case <-l.ended:
 				return
 			}
 		}

@@ -38,11 +38,13 @@ func mutants() []mutant {
 	return []mutant{
 		{
 			"a unit that the state shows superseded ends", "actors/node/core.go",
-			"case over && l.cut(now, causeSuperseded), ", "case ", []string{"./actors/node"},
+			"case over && l.cut(now, causeSuperseded), ", "case ",
+			[]string{"./actors/node"},
 		},
 		{
 			"with on_lease_loss fence all units end with the lease", "actors/node/lease.go",
-			"return l.fence && !now.Before(l.stop())", "return false", []string{"./actors/node"},
+			"return l.fence && !now.Before(l.stop())", "return false",
+			[]string{"./actors/node"},
 		},
 		{
 			"the same, seen from outside", "actors/node/lease.go",
@@ -50,16 +52,19 @@ func mutants() []mutant {
 		},
 		{
 			"a process that was frozen asks the leader before it admits", "actors/node/lease.go",
-			"if now.Sub(l.beat) > l.ttl {", "if false {", []string{"./actors/node"},
+			"if now.Sub(l.beat) > l.ttl {", "if false {",
+			[]string{"./actors/node"},
 		},
 		{
 			"an epoch that was seen is not started again", "actors/node/epochs.go",
-			"if epoch > 0 && epoch == e.seen[unit] {", "if false {", []string{"./actors/node"},
+			"if epoch > 0 && epoch == e.seen[unit] {", "if false {",
+			[]string{"./actors/node"},
 		},
 		{
 			"an engine that was found is adopted after the leader has answered", "actors/node/core.go",
 			"if l.found != foundOpen || c.IsBehind(s) || c.MayLaunch(now) != nil && !alone {",
-			"if l.found != foundOpen {", []string{"./actors/node"},
+			"if l.found != foundOpen {",
+			[]string{"./actors/node"},
 		},
 		{
 			"ranks are granted again only after their leases", "actors/controller/core.go",
@@ -73,19 +78,23 @@ func mutants() []mutant {
 		},
 		{
 			"nothing is granted on a node that stops", "actors/controller/nodes.go",
-			"marked.Draining = true", "marked.Draining = false", []string{"./actors/controller"},
+			"marked.Draining = true", "marked.Draining = false",
+			[]string{"./actors/controller"},
 		},
 		{
 			"what a unit was ready with is known for ever", "internal/state/apply.go",
-			"s.Served[u.ID] = u.Launch", "_ = u.Launch", []string{"./internal/state"},
+			"s.Served[u.ID] = u.Launch", "_ = u.Launch",
+			[]string{"./internal/state"},
 		},
 		{
 			"three failed starts are the end of a unit that never served", "internal/state/unit.go",
-			"last := m.Attempt >= MaxStartAttempts", "last := false", []string{"./internal/state"},
+			"last := m.Attempt >= MaxStartAttempts", "last := false",
+			[]string{"./internal/state"},
 		},
 		{
 			"a control node stops before a command that it cannot read", "internal/state/command.go",
-			"d.DisallowUnknownFields()", "_ = d", []string{"./internal/state"},
+			"d.DisallowUnknownFields()", "_ = d",
+			[]string{"./internal/state"},
 		},
 		{
 			"the epochs of a name never repeat", "internal/state/apply.go",
@@ -99,7 +108,8 @@ func mutants() []mutant {
 		},
 		{
 			"a request costs two engines at most", "internal/dispatch/legs.go",
-			"if p.deaths >= 2 {", "if p.deaths >= 200 {", []string{"./internal/dispatch"},
+			"if p.deaths >= 2 {", "if p.deaths >= 200 {",
+			[]string{"./internal/dispatch"},
 		},
 	}
 }

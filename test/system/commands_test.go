@@ -10,9 +10,10 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/dpserve/dpserve/test/harness"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/harness"
 )
 
 var errNotYet = errors.New("not yet")

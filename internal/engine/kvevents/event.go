@@ -160,7 +160,6 @@ func UintHash(v uint64) Hash {
 
 // IntHash is the hash of any integer: non-negative ones equal UintHash.
 func IntHash(v int64) Hash {
-
 	h := UintHash(uint64(v))
 	if v < 0 {
 		h.Kind = HashInt

@@ -41,7 +41,7 @@ func (r *reader) integer() (v uint64, negative, ok bool) {
 		return v, false, ok
 	case msgp.IntType:
 		signed, ok := take(r, msgp.ReadInt64Bytes)
-		return uint64(signed), signed < 0, ok //nolint:gosec // two's complement
+		return uint64(signed), signed < 0, ok
 	}
 	return 0, false, false
 }
@@ -54,7 +54,7 @@ func (r *reader) float() (float64, bool) {
 	}
 	v, negative, ok := r.integer()
 	if negative {
-		return float64(int64(v)), ok //nolint:gosec // two's complement
+		return float64(int64(v)), ok
 	}
 	return float64(v), ok
 }

@@ -48,7 +48,7 @@ func (e *kvEncoder) batch(ts float64, events []em.BlockEvent) []byte {
 			e.event(&events[i], g)
 		}
 	}
-	e.uint(uint64(e.rank)) //nolint:gosec // ranks are not negative
+	e.uint(uint64(e.rank))
 	return append(make([]byte, 0, len(e.b)), e.b...)
 }
 
@@ -84,7 +84,7 @@ func (e *kvEncoder) removed(hash uint64, group int) {
 	e.text("medium")
 	e.text("GPU")
 	e.text("group_idx")
-	e.uint(uint64(group)) //nolint:gosec // 0 or 1
+	e.uint(uint64(group))
 }
 
 func (e *kvEncoder) stored(c *em.TokenContent, first, count, group int) {
@@ -103,7 +103,7 @@ func (e *kvEncoder) stored(c *em.TokenContent, first, count, group int) {
 	e.text("token_ids")
 	e.ids(c, first, count)
 	e.text("block_size")
-	e.uint(uint64(e.block)) //nolint:gosec // positive
+	e.uint(uint64(e.block))
 	e.text("lora_id")
 	e.null()
 	e.text("medium")
@@ -121,7 +121,7 @@ func (e *kvEncoder) stored(c *em.TokenContent, first, count, group int) {
 		e.null()
 	}
 	e.text("group_idx")
-	e.uint(uint64(group)) //nolint:gosec // 0 or 1
+	e.uint(uint64(group))
 	e.text("kv_cache_spec_kind")
 	e.text([...]string{"full_attention", "sliding_window"}[group])
 }
@@ -187,7 +187,7 @@ func (e *kvEncoder) goneHash(hash uint64, group int) {
 }
 
 func (e *kvEncoder) number(hash uint64) {
-	if signed := int64(hash); e.hash == KVInt && signed < 0 { //nolint:gosec // the bit pattern is the hash
+	if signed := int64(hash); e.hash == KVInt && signed < 0 {
 		e.b = msgp.AppendInt64(e.b, signed)
 		return
 	}
@@ -197,7 +197,7 @@ func (e *kvEncoder) number(hash uint64) {
 func (e *kvEncoder) null() { e.b = msgp.AppendNil(e.b) }
 
 func (e *kvEncoder) array(n int) {
-	e.b = msgp.AppendArrayHeader(e.b, uint32(n)) //nolint:gosec // of one step
+	e.b = msgp.AppendArrayHeader(e.b, uint32(n))
 }
 
 func (e *kvEncoder) uint(v uint64) { e.b = msgp.AppendUint64(e.b, v) }

@@ -241,7 +241,6 @@ func (l *link) lost(from int) {
 
 func asReport(from int, f frame) em.GroupInput {
 	if f.kind == frameReport {
-
 		return em.GroupInput{
 			Kind: em.GroupReport, Rank: from, Took: time.Duration(f.value),
 			Tokens: int(f.count), Unfinished: f.flag,
@@ -264,7 +263,6 @@ func asInput(f frame) em.Input {
 func (l *link) report(rank int, in em.GroupInput) {
 	f := frame{kind: frameWave, rank: uint16(rank)}
 	if in.Kind == em.GroupReport {
-
 		f.kind, f.flag, f.count, f.value = frameReport, in.Unfinished, uint32(in.Tokens), uint64(in.Took)
 	}
 	if err := writeFrame(l.conns[0], f); err != nil {
