@@ -280,7 +280,7 @@ func drawPools(t *rapid.T, name string, names map[string]bool) []*Application {
 		side.Engine.Family, side.Engine.Ranks = decode.Engine.Family, nil
 		side.Resources = decode.Resources
 		if decode.Resources.Share() > 0 { // lockstep ranks of real engines have no share
-			side.DataParallel.Coupling = decode.DataParallel.Coupling
+			side.DataParallel.Coupling, side.Routing = decode.DataParallel.Coupling, decode.Routing
 		}
 		side.applyTo(&prefill)
 	}
