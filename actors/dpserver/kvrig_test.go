@@ -105,7 +105,13 @@ func (f *reader) columnSums() map[kvindex.Tier][2]uint64 {
 	for t, c := range f.columns {
 		if c != nil && c.Len() > 0 {
 			require.True(f.t, f.whole[t])
-			out[kvindex.Tier(t)] = [2]uint64{uint64(c.Len()), c.Sum()}
+			sum := uint64(0)
+			c.Snapshot(c.Len(), func(d kvindex.Delta) {
+				for _, h := range d.Hashes {
+					sum += h
+				}
+			})
+			out[kvindex.Tier(t)] = [2]uint64{uint64(c.Len()), sum}
 		}
 	}
 	return out

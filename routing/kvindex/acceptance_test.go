@@ -68,8 +68,6 @@ func (r *reader) receive(seq int, d Delta) {
 		r.c.Apply(d)
 		r.last = seq
 	default:
-		r.c.Mask()
-		assert.Empty(r.t, r.ix.Match([]uint64{1}, nil), "a rank with a gap is cold at once")
 		r.snapshot()
 	}
 }
@@ -85,7 +83,7 @@ func (r *reader) snapshot() {
 
 func (r *reader) requireEqual() {
 	require.Equal(r.t, r.from.c.Len(), r.c.Len())
-	require.Equal(r.t, r.from.c.Sum(), r.c.Sum())
+	require.Equal(r.t, sumOf(r.from.c), sumOf(r.c))
 	require.Equal(r.t, r.from.c.orphans, r.c.orphans)
 	for k := range 6 {
 		ids := count(80)
@@ -473,10 +471,10 @@ func TestKV13HostileEventsAreDroppedAndCounted(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			ix := newIndex(t, Config{})
 			c := good(ix)
-			sum := c.Sum()
+			sum := sumOf(c)
 			c.Stored(testHasher, &tc.ev)
 			assert.Equal(t, uint64(1), tc.want(ix.Stats()))
-			assert.Equal(t, sum, c.Sum(), "nothing else changes")
+			assert.Equal(t, sum, sumOf(c), "nothing else changes")
 			assert.Equal(t, 4, hitsOf(ix, chain(ids, 16))[0])
 			assert.Equal(t, 0, hitsOf(ix, chain(other, 16))[0], "never re-rooted")
 			verify(t, ix)

@@ -66,9 +66,8 @@ type Column struct {
 	opt   Options
 	shown bool
 
-	count   int    // blocks held
-	sum     uint64 // sum of their hashes mod 2^64: equal columns have equal sums
-	orphans int    // held blocks whose parent is not held; unless it is 0, look-ups scan this column
+	count   int // blocks held
+	orphans int // held blocks whose parent is not held; unless it is 0, look-ups scan this column
 
 	handles  handleTable
 	side     side
@@ -95,9 +94,6 @@ func (c *Column) Owner() Owner { return c.owner }
 
 // Len is the number of blocks held.
 func (c *Column) Len() int { return c.count }
-
-// Sum is the sum of the hashes of the blocks held: two columns with equal Len and Sum hold the same.
-func (c *Column) Sum() uint64 { return c.sum }
 
 // BlockSize of the column, 0 until the first event. Requests that are cut into blocks of another size cannot
 // hit; the caller should report that as a fault.
@@ -163,11 +159,6 @@ func (c *Column) addOrphans(n int) {
 	}
 }
 
-// countBlock and uncountBlock update the number and the sum of the blocks held.
-func (c *Column) countBlock(hash uint64) { c.count++; c.sum += hash }
-
-func (c *Column) uncountBlock(hash uint64) { c.count--; c.sum -= hash }
-
 // dropBlock removes s from the column, whatever holds it; the caller calls freeUnheld.
 func (c *Column) dropBlock(s slot, hash uint64) {
 	at, end := c.ends[s]
@@ -178,22 +169,17 @@ func (c *Column) dropBlock(s slot, hash uint64) {
 	c.stale = true
 	up := c.ix.cold(s).parent
 	c.unsetHolder(s)
-	c.uncountBlock(hash)
+	c.count--
 	c.ix.notify(c, Removed, hash)
 	if end {
 		c.addEndAbove(up, at)
 	}
 }
 
-// Mask hides the column from look-ups at once: a gap, a reset, a lost stream.
-func (c *Column) Mask() { c.show(false) }
-
 // Show lets look-ups see the column: its snapshot is complete.
-func (c *Column) Show() { c.show(true) }
-
-func (c *Column) show(on bool) {
-	if c.bit >= 0 && c.shown != on {
-		c.shown = on
+func (c *Column) Show() {
+	if c.bit >= 0 && !c.shown {
+		c.shown = true
 		c.ix.publish()
 	}
 }
@@ -235,7 +221,7 @@ func (c *Column) drop() {
 	ix.handles -= c.handles.n
 	ix.charge -= c.handles.bytes() + c.aside.bytes() + c.side.bytes() + c.endFee
 	c.handles, c.side, c.aside, c.ends, c.prompts = handleTable{}, side{}, aside{}, nil, nil
-	c.count, c.sum, c.orphans, c.endFee, c.stale = 0, 0, 0, 0, false
+	c.count, c.orphans, c.endFee, c.stale = 0, 0, 0, false
 }
 
 // Change is the kind of a Delta.
@@ -299,7 +285,7 @@ func (c *Column) hold(s slot, hash uint64) {
 		return
 	}
 	c.setHolder(s)
-	c.countBlock(hash)
+	c.count++
 	c.ix.addRun(hash, c.ix.cold(s).parent)
 }
 
@@ -319,7 +305,7 @@ func (c *Column) remove(hashes []uint64) {
 // release removes s from the column.
 func (c *Column) release(s slot, hash uint64) {
 	c.unsetHolder(s)
-	c.uncountBlock(hash)
+	c.count--
 	c.ix.notify(c, Removed, hash)
 	c.ix.freeUnheld(s)
 }

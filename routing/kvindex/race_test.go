@@ -8,10 +8,11 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 // One writer churns while readers look. Rank 0 never changes; rank 1 breathes between 40 and 100 blocks from
-// its end; rank 2 gets holes, rank 3 restarts and clears; rank 4 is masked before the readers begin.
+// its end; rank 2 gets holes, rank 3 restarts and clears; rank 4 is hidden.
 // Evictions run all the time.
 func TestReadersBesideTheWriter(t *testing.T) {
 	ix := newIndex(t, Config{})
@@ -20,11 +21,13 @@ func TestReadersBesideTheWriter(t *testing.T) {
 	for i := range c {
 		c[i] = open(t, ix, uint32(i), FromDeltas)
 	}
+	var err error
+	c[4], err = ix.Open(c[4].Owner(), Options{Feed: FromDeltas}) // hidden
+	require.NoError(t, err)
 	p := chain(count(100), 1)
 	for i := range c {
 		c[i].Apply(Delta{Change: Stored, Hashes: p})
 	}
-	c[4].Mask()
 	var stop atomic.Bool
 	var wg sync.WaitGroup
 	for range 3 {
