@@ -287,8 +287,7 @@ func TestDevicesOfARankAreClose(t *testing.T) {
 	assert.Equal(t, "a: 0@-1[0,1,2,3] 1@-1[4,5,6,7]", place(4, 2, bridges))
 }
 
-// TestPL1TwoGroupsWithTP2 is the unit form of PL1: each group on one node, groups on two nodes, 16 distinct
-// devices.
+// PL1: each group on one node, groups on two nodes, 16 distinct devices.
 func TestPL1TwoGroupsWithTP2(t *testing.T) {
 	interleaved := []int{0, 4, 1, 5, 2, 6, 3, 7}
 	nodes := []Node{gpus("a", interleaved...), gpus("b", interleaved...), gpus("c", interleaved...)}
@@ -313,8 +312,8 @@ func TestPL1LabelsMoveAllMembers(t *testing.T) {
 	assert.Equal(t, "c: 0@0[0,1] 1@1[2,3] 2@2[4,5] 3@3[6,7]", draw(p[1]))
 }
 
-// TestRG1GroupsOverTwoNodes is the unit form of RG1: two groups of 8 on a node each, then one of 16 in equal
-// consecutive blocks, however often and in whatever order the nodes came.
+// RG1: two groups of 8 on a node each, then one of 16 in equal consecutive blocks, however often and in
+// whatever order the nodes came.
 func TestRG1GroupsOverTwoNodes(t *testing.T) {
 	for round := range 20 {
 		nodes := []Node{slots("a", 8), slots("b", 8)}
@@ -340,8 +339,8 @@ func TestRG1GroupsOverTwoNodes(t *testing.T) {
 	}
 }
 
-// TestRG7WholeGroupsOnly is the unit form of RG7: of three gangs of 4 on 10 slots two fit, the third says "2
-// of 4" and takes nothing; one node more, and it fits.
+// RG7: of three gangs of 4 on 10 slots two fit, the third says "2 of 4" and takes nothing; one node more, and
+// it fits.
 func TestRG7WholeGroupsOnly(t *testing.T) {
 	nodes := []Node{slots("a", 5), slots("b", 5)}
 	for i := range 2 {
@@ -356,7 +355,8 @@ func TestRG7WholeGroupsOnly(t *testing.T) {
 	assert.Equal(t, "c: 0@0 1@1 2@2 3@3", draw(p[0]))
 }
 
-// HF68: second group that does not fit refuses both.
+// HF68: a group that finds no place refuses the whole placement, and the error says what is short on each
+// node.
 func TestSecondGroupThatDoesNotFitRefusesBoth(t *testing.T) {
 	_, err := Place([]Node{slots("a", 5)}, []Group{group("x/0", 4, Pack), group("x/1", 4, Pack)})
 	var e *problem.Error

@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/assert"
 )
 
-// RP45: what a failed answer counts as.
+// RP45: a failed answer counts as the prompt and then as the decode that its request would have been.
 func TestWhatAFailedAnswerCountsAs(t *testing.T) {
 	const ms = time.Millisecond
 	prompt := Load{W: 1, Q: 70, Kq: 100}

@@ -284,7 +284,7 @@ func TestGroupRuleDecides(t *testing.T) {
 	}
 }
 
-// LG44: decode balance.
+// LG44: the balance of a group is the mean of its ranks' step times over the longest.
 func TestDecodeBalance(t *testing.T) {
 	t.Parallel()
 	rule := GroupRule{Model: steptime.Coefficients{ContextMS: 1}}

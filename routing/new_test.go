@@ -22,7 +22,7 @@ func TestNewMakesEveryPolicyInBothPresets(t *testing.T) {
 	}
 }
 
-// RA7: new reads parameters.
+// RA7: policies take their parameters, presets and profiles from the file.
 func TestNewReadsParameters(t *testing.T) {
 	p, err := New("power-of-two", "", map[string]any{"prefer_local": true})
 	require.NoError(t, err)

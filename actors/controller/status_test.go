@@ -83,7 +83,7 @@ func TestUnitInBackoffIsNotShownUnreachable(t *testing.T) {
 	assert.NotContains(t, s.Message, "unreachable")
 }
 
-// ST1: ages and restarts survive a change of leader.
+// ST1: a new leader shows the ages and restarts of units that the old one showed.
 func TestAgesAndRestartsSurviveAChangeOfLeader(t *testing.T) {
 	a, b := newHost("a", 2), newHost("b", 2)
 	c := newFleet(t, a, b)
@@ -155,7 +155,7 @@ func (c *fleet) waitingAt(t *testing.T, node string) []msg.Waiting {
 	return c.lease[node].Lease.Waiting
 }
 
-// ST2: lease tells ingresses which units find no room.
+// ST2: every node with an ingress hears with its lease which units cannot be placed, and why.
 func TestLeaseTellsIngressesWhichUnitsFindNoRoom(t *testing.T) {
 	c := newFleet(t, newHost("a", 4), newHost("b", 6))
 	worker := newHost("w", 0)

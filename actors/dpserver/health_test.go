@@ -66,7 +66,8 @@ func TestAPardonEndsATrip(t *testing.T) {
 	})
 }
 
-// RP44: five failures trip and a canary clears.
+// RP44: five failed answers in a row eject a rank, whatever errors of clients lie between them; an answered
+// probe lets it in again.
 func TestFiveFailuresTripAndACanaryClears(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		fail := func(n int) {
@@ -182,7 +183,8 @@ func TestATrippedEngineThatStreamsIsNotGivenUp(t *testing.T) {
 	})
 }
 
-// RP48: an engine busy answer fills the rank.
+// RP48: a rank whose engine said that it is busy refuses as full until a request ends or the time that it
+// named is over.
 func TestAnEngineBusyAnswerFillsTheRank(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		first, other := r.ask().Ticket.ID, r.ask().Ticket.ID

@@ -70,7 +70,7 @@ func TestWhatRefutesASuspicion(t *testing.T) {
 	}
 }
 
-// HF55: when a rank is fenced.
+// HF55: the table of suspicions: a late `/health`, failed probes, and signs that the engine works.
 func TestWhenARankIsFenced(t *testing.T) {
 	const patience = 30 * time.Second
 	silent, failed := context.DeadlineExceeded, errors.New("500")

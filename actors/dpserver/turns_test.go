@@ -196,7 +196,7 @@ func TestFreedRoomIsHeldForTheIngressThatWaits(t *testing.T) {
 	})
 }
 
-// RP6: a turn that is not taken passes on.
+// RP6: capacity that was offered to an ingress which is dead, or needs it no more, is offered to the next.
 func TestATurnThatIsNotTakenPassesOn(t *testing.T) {
 	wait := func(r *testRig, ingress string,
 		waits bool,
@@ -300,7 +300,7 @@ func TestSequencesWeigh(t *testing.T) {
 	})
 }
 
-// RP10: collecting ends with the request that it is for.
+// RP10: a rank stops collecting capacity for a heavy request when that request went elsewhere.
 func TestCollectingEndsWithTheRequestThatItIsFor(t *testing.T) {
 	withRank(t, 4, true, func(t *testing.T, r *testRig) {
 		require.Equal(t, msg.Granted, r.askFor("a").Refusal)

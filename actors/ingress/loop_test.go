@@ -29,7 +29,7 @@ func TestARequestThatComesBackIsRefused(t *testing.T) {
 	assert.EqualValues(t, 1, asked.Load())
 }
 
-// RP36: via names the cluster.
+// RP36: engines get a `Via` header with the cluster; a request that carries it already is answered with 508.
 func TestViaNamesTheCluster(t *testing.T) {
 	var got atomic.Value
 	g := newRig(t, options{engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {

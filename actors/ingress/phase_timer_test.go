@@ -86,7 +86,7 @@ func TestASilentStreamGoesOn(t *testing.T) {
 	}
 }
 
-// RP50: a stream that stays silent is cut in the end and trips nothing.
+// RP50: a stream that is silent for `first_token_s` ends with `stalled`, and its rank is not ejected for it.
 func TestAStreamThatStaysSilentIsCutInTheEndAndTripsNothing(t *testing.T) {
 	t.Parallel()
 	var h hangingEngine

@@ -280,7 +280,7 @@ func TestPlacesAreSharedByClients(t *testing.T) {
 	})
 }
 
-// RP40: client of.
+// RP40: clients are told apart by key, without one by address.
 func TestClientOf(t *testing.T) {
 	of := func(address string, header http.Header) uint64 {
 		return clientOf(&http.Request{RemoteAddr: address, Header: header})

@@ -16,7 +16,8 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 )
 
-// RP39: whole answer passes byte for byte.
+// RP39: an answer and its headers pass unchanged; headers of dpserve and of the connection do not, spelled
+// with `-` or `_`.
 func TestWholeAnswerPassesByteForByte(t *testing.T) {
 	var got *http.Request
 	g := newRig(t, options{engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
@@ -465,7 +466,7 @@ func TestOther4xxPassesByteForByte(t *testing.T) {
 	assert.False(t, g.replicas[0].lastDone(t).Trip)
 }
 
-// FS8: first error event below500 becomes that status.
+// FS8: an error event before any content, with a code below 500, is answered as that status.
 func TestFirstErrorEventBelow500BecomesThatStatus(t *testing.T) {
 	const body = `{"error": {"message": "too many logprobs", "type": "BadRequestError", ` +
 		`"param": "logprobs", "code": 400}}`

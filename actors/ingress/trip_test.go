@@ -48,7 +48,7 @@ func (g *rig) leftOut() (tripped, out int) {
 	return tripped, out
 }
 
-// RP11: requests that every engine fails take one rank out.
+// RP11: requests that each engine fails eject one rank at most, and failed answers count as load.
 func TestRequestsThatEveryEngineFailsTakeOneRankOut(t *testing.T) {
 	e := poisoned(500, 1000)
 	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}})
@@ -125,7 +125,7 @@ func TestTheOnlyRankIsNeverLeftOut(t *testing.T) {
 	assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
 }
 
-// RP11: an engines own limits trip no rank.
+// RP11: answers of 408 and 429 eject no rank.
 func TestAnEnginesOwnLimitsTripNoRank(t *testing.T) {
 	for _, status := range []int{408, 429} {
 		e := poisoned(status, 1)

@@ -30,7 +30,7 @@ func (g *rig) room() int {
 	return rk.MaxOngoing - rk.Load.O()
 }
 
-// RP6: room of another ingress is left alone.
+// RP6: an ingress asks a rank for capacity only if the capacity is offered to it.
 func TestRoomOfAnotherIngressIsLeftAlone(t *testing.T) {
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 2,

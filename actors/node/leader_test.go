@@ -116,7 +116,8 @@ func TestRetriesFindTheNextLeaderWithinASecond(t *testing.T) {
 	})
 }
 
-// MB3: fence ends all before the leader grants it elsewhere.
+// MB3: with `on_lease_loss: fence` a node that hears of no leader has ended its units before their grants can
+// go to others.
 func TestMB3FenceEndsAllBeforeTheLeaderGrantsItElsewhere(t *testing.T) {
 	inBubble(t, func(c *Config) { c.OnLeaseLoss = Fence }, func(t *testing.T, b *bubble) {
 		b.serving("demo/0/0", 1)
@@ -227,7 +228,7 @@ func TestMB3AThawedNodeAsksFirst(t *testing.T) {
 	}
 }
 
-// RG3: what the state shows superseded stops at once.
+// RG3: a unit that the replicated state shows granted anew or released ends at once.
 func TestRG3WhatTheStateShowsSupersededStopsAtOnce(t *testing.T) {
 	for name, change := range map[string]func(s *state.State){
 		"granted anew": func(s *state.State) {

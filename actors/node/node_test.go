@@ -461,7 +461,7 @@ func TestAnExitTakesTheWholeLockstepUnitOutAtOnce(t *testing.T) {
 	}
 }
 
-// RG9: an engine that ignores SIGTERM is killed with its group.
+// RG9: engines that ignore SIGTERM are killed with all their processes, and their ports are free.
 func TestRG9AnEngineThatIgnoresSIGTERMIsKilledWithItsGroup(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
@@ -481,7 +481,8 @@ func TestRG9AnEngineThatIgnoresSIGTERMIsKilledWithItsGroup(t *testing.T) {
 	assert.True(t, portFree(t, m.Block.Base+1))
 }
 
-// RG9: an orphan that holds the ports is killed before gone.
+// RG9: a child that outlives its engine and holds the ports is killed before the unit counts as gone; the
+// next start takes the same ports.
 func TestRG9AnOrphanThatHoldsThePortsIsKilledBeforeGone(t *testing.T) {
 	for _, mode := range []string{"orphan", "escaped"} {
 		t.Run(mode, func(t *testing.T) {

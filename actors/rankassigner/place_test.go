@@ -59,7 +59,7 @@ func TestPlaceNumbersAndSeatsAGroup(t *testing.T) {
 	apply(t, s, state.Command{GrantGroup: &grant})
 }
 
-// HF68: place leaves taken ports out.
+// HF68: units get no ports that another program on their node holds.
 func TestPlaceLeavesTakenPortsOut(t *testing.T) {
 	n := node("a", 2)
 	lo := n.Resources.PortLo

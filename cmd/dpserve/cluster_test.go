@@ -91,7 +91,7 @@ func TestLeaveDrainsThenRemoves(t *testing.T) {
 	assert.Equal(t, []string{"b"}, c.cluster.nodes.gone)
 }
 
-// HF30: leave asks before the drain.
+// HF30: `leave` asks whether the node may go before it drains it.
 func TestLeaveAsksBeforeTheDrain(t *testing.T) {
 	c := newCLI(t)
 	c.cluster.nodes.script = [][]client.NodeStatus{twoNodes(client.NodeStatus{Node: "b", State: "drained"})}
@@ -119,7 +119,7 @@ func TestTokenPrintsTheJoinCommand(t *testing.T) {
 	assert.Equal(t, []client.TokenRequest{{TTL: time.Hour, Uses: 3}}, c.cluster.nodes.tokens)
 }
 
-// HF73: tokens of roles list and revocation.
+// HF73: `token --roles`, `token list` and `token revoke` print what they did.
 func TestTokensOfRolesListAndRevocation(t *testing.T) {
 	c := newCLI(t)
 	require.Zero(t, c.run([]string{"token", "--roles", "worker,ingress"}), c.stderr())

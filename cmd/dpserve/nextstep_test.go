@@ -11,7 +11,7 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// HF52: next step.
+// HF52: the table of what `status` says to do next.
 func TestNextStep(t *testing.T) {
 	const noRoom = "place demo/0: 2 of 4 ranks can be placed (PACK); need: 4 ranks of 1 slot each, PACK; " +
 		"a: 2 slots free; hint: add nodes or slots, ask for fewer ranks, or delete an application"

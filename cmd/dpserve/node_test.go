@@ -12,7 +12,8 @@ import (
 	"github.com/dpserve/dpserve/internal/server"
 )
 
-// HF72: default data dir.
+// HF72: the default data dir is below XDG_STATE_HOME, else below the home folder; without either there is
+// none.
 func TestDefaultDataDir(t *testing.T) {
 	for _, c := range []struct{ state, home, want string }{
 		{"/var/state", "/home/me", "/var/state/dpserve"},

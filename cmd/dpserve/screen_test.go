@@ -237,7 +237,8 @@ next: add nodes or slots, ask for fewer ranks: demo/0 finds no room: 0 of 1
   rank can be placed (PACK)`, v.visible())
 }
 
-// RP51: status unhealthy.
+// RP51: `status --unhealthy` shows the ranks that do not serve, with their reasons, and leaves whole
+// applications out.
 func TestStatusUnhealthy(t *testing.T) {
 	c := newCLI(t)
 	tripped := fleet(3, map[int]state.Phase{1: state.Failed})

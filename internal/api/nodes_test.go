@@ -100,7 +100,7 @@ func TestNodesByClient(t *testing.T) {
 	}
 }
 
-// HF73: tokens by client.
+// HF73: the client makes, lists and revokes tokens; revoking without an id is refused.
 func TestTokensByClient(t *testing.T) {
 	k := &fakeNodes{}
 	_, c := serve(t, api.Config{Backend: newBackend(), Nodes: k})
@@ -120,7 +120,7 @@ func TestTokensByClient(t *testing.T) {
 	assert.Len(t, k.revoked, 2)
 }
 
-// HF73: tokens are bounded.
+// HF73: a token with unknown or double roles, without uses or time, or with too many of them is refused.
 func TestTokensAreBounded(t *testing.T) {
 	_, c := serve(t, api.Config{Backend: newBackend(), Nodes: &fakeNodes{}})
 	for _, req := range []client.TokenRequest{

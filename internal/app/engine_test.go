@@ -70,7 +70,7 @@ func TestCoupling(t *testing.T) {
 	}
 }
 
-// HF76, HF77: devices of a rank.
+// HF76, HF77: the table of devices of a rank: by kind of engine, by its parallel sizes, and as the file says.
 func TestDevicesOfARank(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {

@@ -262,7 +262,7 @@ func boolToInt(b bool) int {
 	return 0
 }
 
-// RG2: TestNumReplicas checks the table of sizes (acceptance row RG2).
+// RG2: the table of dp_size, num_replicas and num_groups.
 func TestNumReplicas(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {

@@ -209,7 +209,8 @@ func TestOneWinner(t *testing.T) {
 	assert.Equal(t, int64(31), lost.Load())
 }
 
-// HF72: refused data dirs.
+// HF72: a data dir in use, of another cluster or node, or damaged is refused, and the message says what to
+// do.
 func TestRefusedDataDirs(t *testing.T) {
 	mine := t.TempDir()
 	c := open(t, cluster.Config{DataDir: mine, NodeID: "node-1", ClusterID: "alpha"})

@@ -133,7 +133,7 @@ func TestLaunchedEnginesDialTheirOwnDPServer(t *testing.T) {
 	}
 }
 
-// KV16: no flag where nobody reads.
+// KV16: engines publish no KV events where nothing would use them.
 func TestKV16NoFlagWhereNobodyReads(t *testing.T) {
 	for name, change := range map[string]func(a *app.Application){
 		"off": func(a *app.Application) { a.Engine.KVEvents = app.KVEventsOff },

@@ -32,7 +32,7 @@ func demo(coupling app.Coupling) *app.Application {
 	}
 }
 
-// RG11: an independent rank gets no data parallel flags.
+// RG11: the command line and the environment of an independent rank.
 func TestRG11AnIndependentRankGetsNoDataParallelFlags(t *testing.T) {
 	s := &engine.Spec{App: demo(app.Independent), Rank: 3, Base: 20016, Executable: "dpserve"}
 	environ := []string{"PATH=/bin", "HTTP_PROXY=http://p", "DPSERVE_TOKEN=secret", "VLLM_DP_SIZE=9", "A=0"}

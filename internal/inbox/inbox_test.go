@@ -137,7 +137,7 @@ func TestSK8StopPassesAFullInbox(t *testing.T) {
 	box.Halt()
 }
 
-// SK8: fast sender never blocks and loses nothing accepted.
+// SK8: a sender faster than its inbox is refused and never waits; each message that was accepted arrives.
 func TestSK8FastSenderNeverBlocksAndLosesNothingAccepted(t *testing.T) {
 	sys := system(t, nil)
 	var got int

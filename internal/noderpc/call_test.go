@@ -129,7 +129,8 @@ func FuzzMessages(f *testing.F) {
 	f.Fuzz(func(t *testing.T, which uint8, data []byte) { all[int(which)%len(all)].readsAny(t, data) })
 }
 
-// MB6: fields of later versions are passed over.
+// MB6: unknown fields of a message are counted and passed over, but an unknown command for the log is
+// refused.
 func TestFieldsOfLaterVersionsArePassedOver(t *testing.T) {
 	counted := ""
 	got, err := decode[msg.StopRank]([]byte(`{"Unit":"chat/0","Epoch":2,"Mood":"blue"}`),

@@ -431,7 +431,7 @@ func TestTheOnlyControlNodeRenewsItsOwnCertificate(t *testing.T) {
 	}, "a", "worker")
 }
 
-// HF21: A renewed certificate has the roles and the key of the join.
+// HF21: a node renews its certificate for the key and the roles with which it has joined, and for no others.
 func TestARenewedCertificateHasTheRolesAndTheKeyOfTheJoin(t *testing.T) {
 	withCluster(t, func(t *testing.T, w *testCluster) {
 		w.store.authority(t)
@@ -474,7 +474,7 @@ func TestARenewalWithOtherRolesThanTheCertificatesIsRefused(t *testing.T) {
 	}, "a", "b", "ingress")
 }
 
-// HF21, HF73: nodes without role control make no members.
+// HF21, HF73: a node without the role control changes neither nodes nor tokens.
 func TestNodesWithoutRoleControlMakeNoMembers(t *testing.T) {
 	withCluster(t, func(t *testing.T, w *testCluster) {
 		w.setLeader("b")

@@ -23,7 +23,7 @@ func TestBlocks(t *testing.T) {
 	assert.True(t, all.Blocks("127.0.0.9:8265"))
 }
 
-// HF68: holder.
+// HF68: the process that holds a port is named, and nothing once the port is free.
 func TestHolder(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)

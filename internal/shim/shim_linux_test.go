@@ -537,7 +537,7 @@ func forge(t *testing.T, word string, attr *syscall.SysProcAttr, isRecorded bool
 	return find(t, dir)
 }
 
-// EN3: forged sockets.
+// EN3: a socket of another process, user or version is not taken for the shim of a launch.
 func TestForgedSockets(t *testing.T) {
 	t.Run("another process", func(t *testing.T) {
 		e := forge(t, `{"dpserve_shim":1}`, nil, false)
@@ -566,7 +566,7 @@ func TestForgedSockets(t *testing.T) {
 	})
 }
 
-// EN3: folders that are no launch.
+// EN3: folders without a spec, with a damaged one, or with that of another launch are named as such.
 func TestFoldersThatAreNoLaunch(t *testing.T) {
 	dir := t.TempDir()
 	require.NoError(t, os.Mkdir(filepath.Join(dir, "a.1"), 0o700))

@@ -235,7 +235,7 @@ func TestRemovedNodeIsRememberedAsLongAsItsCertificateLives(t *testing.T) {
 	assert.Equal(t, 131*day, m.RemovedAt["uid-b"])
 }
 
-// HF21: put node changes neither roles nor key.
+// HF21: a known node cannot be put with other roles or another key.
 func TestPutNodeChangesNeitherRolesNorKey(t *testing.T) {
 	m := withNodes(t, "a")
 	edge := node("b", RoleIngress, RoleWorker)

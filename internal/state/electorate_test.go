@@ -214,7 +214,7 @@ func successorIn(changes []Change) string {
 	return ""
 }
 
-// HF30: check unvote.
+// HF30: the table of which voters may leave, and what the refusal says to do.
 func TestCheckUnvote(t *testing.T) {
 	for _, c := range []struct {
 		name, members, uid, successor string

@@ -144,7 +144,7 @@ func TestRevokedTokens(t *testing.T) {
 	assert.True(t, newMachine(t).must(revoke("")).Unchanged, "there is none")
 }
 
-// HF73: what a token is good for.
+// HF73: a token is valid, expired, used up or revoked.
 func TestWhatATokenIsGoodFor(t *testing.T) {
 	now := time.UnixMilli(100)
 	for want, of := range map[string]Token{

@@ -94,7 +94,7 @@ func (r *reader) requireEqual() {
 	}
 }
 
-// KV3: exact after drops duplicates and reorders.
+// KV3: a reader that lists again after a lost delta holds what the sender holds, whatever came twice or late.
 func TestKV3ExactAfterDropsDuplicatesAndReorders(t *testing.T) {
 	r := rand.New(rand.NewPCG(7, 7))
 	from := newStream(t)
@@ -200,7 +200,7 @@ func TestKV6OneBitPerPhysicalCopy(t *testing.T) {
 	verify(t, ix)
 }
 
-// KV6: the last block is stored twice in a batch of its own.
+// KV6: a block stored twice is held until it is removed twice.
 func TestKV6TheLastBlockIsStoredTwiceInABatchOfItsOwn(t *testing.T) {
 	ix := newIndex(t, Config{})
 	c := open(t, ix, 0, FromEvents)
@@ -299,7 +299,7 @@ func (k *kv11) store(n int) {
 	}
 }
 
-// KV11: the cap holds.
+// KV11: the index never takes more bytes than its cap.
 func TestKV11TheCapHolds(t *testing.T) {
 	prompts := 800
 	if testing.Short() || scale > 1 {
@@ -363,7 +363,7 @@ func TestKV12NoCapOnHoldersOrDepth(t *testing.T) {
 	}
 }
 
-// KV12: other salts share nothing.
+// KV12: prompts under another adapter, cache salt, model, unit or block size share no block.
 func TestKV12OtherSaltsShareNothing(t *testing.T) {
 	ids := count(64)
 	base := Salt{Unit: Tokens, BlockSize: 16, Model: "m"}
@@ -482,7 +482,7 @@ func TestKV13HostileEventsAreDroppedAndCounted(t *testing.T) {
 	}
 }
 
-// KV13: a cycle of blocks kept aside is broken.
+// KV13: blocks whose parents name each other in a circle are counted and never held.
 func TestKV13ACycleOfBlocksKeptAsideIsBroken(t *testing.T) {
 	ix := newIndex(t, Config{})
 	c := open(t, ix, 0, FromEvents)
@@ -545,7 +545,7 @@ func TestSK5HeapPerBlock(t *testing.T) {
 	assert.LessOrEqual(t, wide.perHeap, 192.0)
 }
 
-// SK5: look up does not allocate.
+// SK5: hashing and look-up allocate nothing with 8, 1,024 and 7,000 ranks.
 func TestSK5LookUpDoesNotAllocate(t *testing.T) {
 	for _, ranks := range []int{8, 1024, 7000 / scale} {
 		x := newBench(t, ranks, 100, ranks == 8, FromDeltas)

@@ -290,7 +290,7 @@ func TestGroupBehindSeveralIngresses(t *testing.T) {
 	}
 }
 
-// LG8: group runs repeat.
+// LG8: a run of the group simulation repeats exactly.
 func TestGroupRunsRepeat(t *testing.T) {
 	c := equals(30, 8)
 	c.seeds, c.cfg.Ingresses, c.cfg.Until = 1, 2, 25*time.Second

@@ -141,7 +141,7 @@ func TestParseFileLimit(t *testing.T) {
 	assert.False(t, ok)
 }
 
-// HF72: data dirs.
+// HF72: the doctor says of a data dir that it is missing, no folder, in use or not writable, and makes none.
 func TestDataDirs(t *testing.T) {
 	dir := t.TempDir()
 	missing := filepath.Join(dir, "a", "b")

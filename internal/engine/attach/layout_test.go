@@ -13,7 +13,8 @@ import (
 	"github.com/dpserve/dpserve/internal/engine/attach"
 )
 
-// CC13: arrange.
+// CC13: the table of what stands behind attached URLs: independent ranks, ports of one group, several front
+// ends.
 func TestArrange(t *testing.T) {
 	one := func(url string, ranks ...int) attach.Found { return attach.Found{URL: url, Ranks: ranks} }
 	low, high := one("u", 0, 1), one("v", 2, 3)

@@ -222,7 +222,7 @@ func FuzzStream(f *testing.F) {
 	})
 }
 
-// HF78: hint.
+// HF78: whatever an engine logs, excerpt and hint are short, valid text without control characters.
 func FuzzHint(f *testing.F) {
 	for line := range pairs(f, "hints.txt") {
 		f.Add(line)

@@ -73,7 +73,7 @@ var goldens = map[string]string{
 	"old sglang": "92cb3ff80000000000009196ab426c6f636b53746f72656491d3cf97adeedb59e05bc0940102030404c0",
 }
 
-// KV1: golden payloads.
+// KV1: payloads of vLLM and SGLang, as maps and as arrays, decode to their events.
 func TestGoldenPayloads(t *testing.T) {
 	const stored = "S [12687895063098490012] parent=none tokens=[1 2 3 4] bs=4 medium=GPU lora=/-1 group=0 " +
 		"kind=%s extra=[]"
@@ -168,7 +168,7 @@ func hashText(v any) string {
 	return fmt.Sprint(v)
 }
 
-// KV1: captured batches.
+// KV1: every batch that was captured from vLLM 0.32.0 decodes as vLLM itself decoded it.
 func TestCapturedBatches(t *testing.T) {
 	files, err := filepath.Glob("testdata/v0.32.0/*.jsonl")
 	require.NoError(t, err)

@@ -221,7 +221,7 @@ func TestScanRefuses(t *testing.T) {
 	}
 }
 
-// RP10: scan bounds the sequences of a request.
+// RP10: a request of more than 1,024 sequences is refused with the field named.
 func TestScanBoundsTheSequencesOfARequest(t *testing.T) {
 	list := func(n int) string { return `{"n":8,"prompt":["a"` + strings.Repeat(`,"a"`, n-1) + `]}` }
 	assert.Equal(t, 1024, scan(t, Completions, list(128)).Choices)

@@ -313,7 +313,7 @@ func TestKVEventGoldens(t *testing.T) {
 	})
 }
 
-// FS14: KV event sources.
+// FS14: `/kv_event_sources` answers as vLLM 0.32.0 did, in every mode of data parallelism.
 func TestKVEventSources(t *testing.T) {
 	replay := func(port string) *string { s := "tcp://*:" + port; return &s }
 	for name, edit := range map[string]func(*Config){

@@ -156,7 +156,7 @@ func TestReportsOfRanks(t *testing.T) {
 	}
 }
 
-// LG40: law of a group.
+// LG40: `--sim-law` and `--sim-prompt-steps` set the step times of a lockstep group.
 func TestLawOfAGroup(t *testing.T) {
 	of := func(args ...string) Config {
 		c, ignored, err := ParseFlags(append(args, "--data-parallel-size", "8", "--data-parallel-rank", "0",
