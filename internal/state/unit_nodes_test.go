@@ -179,3 +179,68 @@ func TestAnyLossOfNodesNeverDoublesAUnit(t *testing.T) {
 		}
 	})
 }
+
+// TestReturnedNodesHearOfStopsAgain: the next process of a node has the engines of the former one, which
+// alone had confirmed an order to stop.
+func TestReturnedNodesHearOfStopsAgain(t *testing.T) {
+	back := Event{Kind: EvReturned, Epoch: 3}
+	for name, c := range map[string]struct {
+		m    Machine
+		want []Effect
+		then Phase
+	}{
+		"starting": {Machine{Phase: Starting}, nil, Starting},
+		"ready":    {Machine{Phase: Ready}, nil, Ready},
+		"drains for the leader": {
+			Machine{Phase: Draining, Stopping: true, Confirmed: true, StopBy: noon.Add(time.Minute)},
+			[]Effect{{Kind: DoStop, Grace: time.Minute}},
+			Draining,
+		},
+		"drains by itself": {Machine{Phase: Draining, Confirmed: true}, nil, Ready},
+		"fenced":           {Machine{Phase: Fenced, Confirmed: true}, []Effect{{Kind: DoStopOthers}}, Fenced},
+		"killed": {
+			Machine{Phase: Killing, Confirmed: true}, []Effect{{Kind: DoStopOthers}}, Killing,
+		},
+		"backoff": {Machine{Phase: Backoff}, nil, Backoff},
+	} {
+		c.m.Epoch = 3
+		m, effects := Next(c.m, back, noon, Timers{})
+		assert.Equal(t, c.want, effects, name)
+		assert.Equal(t, c.then, m.Phase, name)
+		if c.want != nil {
+			assert.False(t, m.Confirmed, name)
+			assert.Equal(t, noon.Add(DefaultResend), m.Due, name)
+		}
+	}
+}
+
+// TestPartsOfAUnitEndTogether: what a part's draining or killing leads to when no part has a request left.
+func TestPartsOfAUnitEndTogether(t *testing.T) {
+	drains := Machine{Phase: Draining, Stopping: true, StopBy: noon.Add(time.Minute)}
+	ends, told := drains, drains
+	ends.Phase, told.StopBy = Killing, noon
+	idle, killing := Event{Kind: EvDraining, Idle: true}, Event{Kind: EvKilling, Others: true, Idle: true}
+	for name, c := range map[string]struct {
+		m    Machine
+		e    Event
+		want string
+	}{
+		"another one has requests":        {drains, Event{Kind: EvDraining}, "draining:"},
+		"all are idle":                    {drains, idle, "draining: stop"},
+		"all are idle, a new leader":      {Machine{Phase: Ready}, idle, "draining: stop others"},
+		"idle after the other one ended":  {ends, idle, "killing: stop"},
+		"granted anew":                    {Machine{Phase: Starting}, idle, "starting:"},
+		"the last one with requests ends": {drains, killing, "killing: stop others"},
+		"one of two with requests ends":   {drains, Event{Kind: EvKilling, Others: true}, "killing:"},
+		"the first one ends as told":      {told, killing, "killing:"},
+	} {
+		c.m.Epoch, c.e.Epoch, c.m.Confirmed = 3, 3, true
+		m, effects := Next(c.m, c.e, noon, Timers{})
+		assert.Equal(t, c.want, describe(m, effects), name)
+		if len(effects) > 0 {
+			assert.Zero(t, effects[0].Grace, name)
+			assert.False(t, m.Confirmed, name)
+			assert.Equal(t, noon.Add(DefaultResend), m.Due, name)
+		}
+	}
+}
