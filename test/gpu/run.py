@@ -33,8 +33,8 @@ def weights():
     target, source, tiny = kit.WORK + "/weights", kit.WORK + "/shape", HERE + "/../vllm/testdata"
     if kit.SIMULATED or os.path.exists(target + "/model.safetensors"):
         return
-    shutil.copytree(HERE + "/model", source, dirs_exist_ok=True)
-    with open(tiny + "/tiny-qwen2/config.json") as f:
+    shutil.copytree(tiny + "/tiny-qwen2", source, dirs_exist_ok=True)
+    with open(source + "/config.json") as f:
         config = json.load(f)
     with open(source + "/config.json", "w") as f:
         json.dump({**config, **SHAPE}, f)

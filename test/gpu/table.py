@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 import statistics
 import time
 
 from kit import POOL, SIMULATED, WORK, Node, device, empty_caches, kill_part, left, post, predictions
 from kit import record, say
 
-MODEL = os.environ.get("MODEL", os.path.dirname(os.path.abspath(__file__)) + "/model")
+HERE = os.path.dirname(os.path.abspath(__file__))
 TTFT, TPOT = 0.5, 0.05  # the goals, seconds
 SETTINGS = """
       args:
@@ -29,6 +30,16 @@ def engine(settings, kind="vllm"):
     return "{kind: sim}" if SIMULATED else "\n      kind: %s%s" % (kind, settings)
 
 
+def model():
+    """The folder of the model: MODEL, or the shape of model.json with the tokenizer of ../vllm."""
+    if "MODEL" in os.environ:
+        return os.environ["MODEL"]
+    folder = WORK + "/model"
+    shutil.copytree(HERE + "/../vllm/testdata/tiny-qwen2", folder, dirs_exist_ok=True)
+    shutil.copy(HERE + "/model.json", folder + "/config.json")
+    return folder
+
+
 def app(name, ranks, gpus, settings):
     return """applications:
   - name: %s
@@ -38,7 +49,7 @@ def app(name, ranks, gpus, settings):
     resources: {gpus: %s}
     routing: {policy: mex, identity: tokens, params: {ttft_s: %g, tpot_s: %g}}
     graceful_shutdown_timeout_s: 10
-""" % (name, name, MODEL, engine(settings), ranks, 0 if SIMULATED else gpus, TTFT, TPOT)
+""" % (name, name, model(), engine(settings), ranks, 0 if SIMULATED else gpus, TTFT, TPOT)
 
 
 def node():

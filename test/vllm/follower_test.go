@@ -132,7 +132,12 @@ func (f *follower) predict(ids []uint32, salt string) int {
 func (f *follower) content() (blocks int, sum uint64) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return f.column.Len(), f.column.Sum()
+	f.column.Snapshot(f.column.Len(), func(d kvindex.Delta) {
+		for _, h := range d.Hashes {
+			sum += h
+		}
+	})
+	return f.column.Len(), sum
 }
 
 // faults are the index's counters of things that must not happen with a sound engine.
