@@ -110,15 +110,19 @@ func (a *executor) stepDown(ctx context.Context, e *StepDownEffect) {
 	}
 }
 
-// logFailure warns of a command that failed. That the disk takes no writes the cluster has said once; every
-// command is tried again each second until it does.
+// logFailure warns of a command that failed. That the disk takes no writes the cluster has said once. Nothing
+// is wrong where the state has gone on between the decision and the command.
 func (a *executor) logFailure(kind, unit string, err error) {
 	if err == nil || a.ctx.Err() != nil || errors.Is(err, errWithdrawn) {
 		return
 	}
 	level := slog.LevelWarn
-	if errors.Is(err, cluster.ErrDisk) {
+	switch {
+	case errors.Is(err, cluster.ErrDisk):
 		level = slog.LevelDebug
+	case errors.Is(err, state.ErrStaleEpoch), errors.Is(err, state.ErrStaleRevision),
+		errors.Is(err, state.ErrUnknownUnit), errors.Is(err, state.ErrUnknownNode):
+		level = slog.LevelInfo
 	}
 	a.cfg.Log.Log(a.ctx, level, "command failed", slog.String("component", actorName),
 		slog.String("command", kind), slog.String("unit", unit), slog.Any("err", err))

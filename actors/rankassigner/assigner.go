@@ -273,7 +273,11 @@ func (a receiver) Receive(m any) {
 		a.release(m)
 	case *msg.Publish:
 		if err := a.table.publish(a.cfg.Store.State(), m); err != nil {
-			a.cfg.Log.Warn("publish refused", slog.String("component", actorName),
+			level := slog.LevelWarn
+			if errors.Is(err, state.ErrStaleEpoch) { // its unit was started again meanwhile
+				level = slog.LevelInfo
+			}
+			a.cfg.Log.Log(context.Background(), level, "publish refused", slog.String("component", actorName),
 				slog.String("unit", m.Unit), slog.Uint64("epoch", m.Epoch), slog.Any("err", err))
 		}
 	case *msg.Await:

@@ -16,7 +16,7 @@ var noise = Fault{
 	{Msg: "raft: failed to (appendEntries|heartbeat) to", With: joining, Why: "as above"},
 	{Msg: "command failed", With: joining, Why: "as above"},
 	{
-		Msg: "command failed", With: "(slot|ports) taken|stale revision",
+		Msg: "command failed", With: "(slot|ports) taken",
 		Why: "another command came first; the leader decides again",
 	},
 }
@@ -70,10 +70,6 @@ var peerGone = slices.Concat(raftPeer, Fault{
 		With: "actor is stopped|the node is closed|cannot be reached|does not answer|deadline exceeded|" +
 			"not the leader|leadership was lost|which is lost|no lease",
 		Why: "the order's node has ended, or the leader",
-	},
-	{
-		Msg: "command failed", With: "stale epoch: .* by an earlier process of this node",
-		Why: "the node ended between the order and its answer",
 	},
 	{
 		Msg: "node port refused a connection", With: `reason"?[=:]"?(tls|timeout)`,
@@ -187,13 +183,18 @@ var DiskFails = Fault{
 		Why: "what the node must do",
 	},
 	{
-		Msg:  "raft: failed to (commit logs|append to logs|persist vote)",
+		Msg:  "raft: failed to (commit logs|append to logs|clear log suffix|persist vote)",
 		With: "the disk of the data dir refuses writes", Why: "raft says so too",
 	},
 	{
 		Msg: "command failed", With: "cannot record epoch|the disk of the data dir refuses writes",
 		Why: "neither an order nor a command is taken without the disk",
 	},
+	{
+		Msg: "cannot lead", With: "the disk of the data dir refuses writes",
+		Why: "it was elected just before",
+	},
+	{Msg: "closing with proposals in flight", With: "disk too slow", Why: "raft waits for the disk"},
 	{
 		Msg: "the state cannot be kept for the next start", With: "the disk of the data dir refuses writes",
 		Why: "a start without a leader has an older copy then",

@@ -75,21 +75,27 @@ func (r *nodeWalk) leader() *harness.Peer {
 	return nil
 }
 
+// links says that links of these nodes fail until the next heal.
+func (r *nodeWalk) links(nodes ...*harness.Peer) {
+	for _, p := range nodes {
+		r.badLinks[p.ID] = true
+		r.laws.harmed(p.ID)
+	}
+}
+
 func (r *nodeWalk) silence(p *harness.Peer) {
 	if p == nil {
 		return
 	}
 	r.note("silence around %s, leads %v", p.ID, p.Leads())
-	for _, o := range r.c.Peers() {
-		r.laws.harmed(o.ID)
-	}
+	r.links(r.c.Peers()...)
 	p.Silence()
 }
 
 func (r *nodeWalk) oneWay(list []*harness.Peer) {
 	if a, b, ok := r.pair(list); ok {
 		r.note("silence from %s to %s", a.ID, b.ID)
-		r.laws.harmed(a.ID, b.ID)
+		r.links(a, b)
 		r.c.Net.Silence(a.Host, b.Host)
 	}
 }
@@ -97,7 +103,7 @@ func (r *nodeWalk) oneWay(list []*harness.Peer) {
 func (r *nodeWalk) cut(list []*harness.Peer) {
 	if a, b, ok := r.pair(list); ok {
 		r.note("cut between %s and %s", a.ID, b.ID)
-		r.laws.harmed(a.ID, b.ID)
+		r.links(a, b)
 		r.c.Net.Cut(a.Host, b.Host)
 	}
 }
@@ -109,8 +115,8 @@ func (r *nodeWalk) bridge() {
 		return
 	}
 	r.note("only %s reaches the others", bridge.ID)
+	r.links(r.c.Peers()...)
 	for i, a := range r.c.Peers() {
-		r.laws.harmed(a.ID)
 		for _, b := range r.c.Peers()[:i] {
 			if a != bridge && b != bridge {
 				a.Silence(b)
@@ -142,6 +148,7 @@ func (r *nodeWalk) sicken(p *harness.Peer, how func(*harness.Disk)) {
 func (r *nodeWalk) heal() {
 	r.note("heal")
 	r.c.Reconnect()
+	clear(r.badLinks)
 	for _, p := range r.sick {
 		p.Disk.Heal()
 	}

@@ -94,6 +94,7 @@ type nodeWalk struct {
 	steps    []string
 	away     []*absence
 	sick     []*harness.Peer // their disks are
+	badLinks map[string]bool // nodes whose links fail
 	removed  *harness.Peer
 	revision int
 }
@@ -108,7 +109,7 @@ type absence struct {
 }
 
 func walkNodes(t *testing.T, seed uint64, w *world) {
-	r := &nodeWalk{t: t, world: w, rand: rand.New(rand.NewPCG(seed, 1))}
+	r := &nodeWalk{t: t, world: w, rand: rand.New(rand.NewPCG(seed, 1)), badLinks: map[string]bool{}}
 	options := []harness.Option{
 		harness.Nodes(w.nodes), harness.Slots(12), harness.OnDisk(),
 	}
@@ -232,7 +233,9 @@ func (r *nodeWalk) starts() {
 			return false
 		}
 		r.note("%s is up", a.ID)
-		r.laws.mended(a.ID)
+		if !r.badLinks[a.ID] && !slices.Contains(r.sick, a.Peer) {
+			r.laws.mended(a.ID)
+		}
 		r.laws.follow(a.Peer)
 		return true
 	})
