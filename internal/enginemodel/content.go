@@ -41,7 +41,7 @@ func RootOf(seed string) [DigestSize]byte { return sha256.Sum256(appendCBORText(
 // TokenContent hashes a token prompt and the generated answer behind it, block by block, as far as asked.
 type TokenContent struct {
 	prompt    []uint32
-	seed      uint64 // of the answer
+	prose     Prose // of the answer
 	blockSize int
 	gen       *Generator
 	hashes    []uint64
@@ -50,16 +50,16 @@ type TokenContent struct {
 	saltText  string
 	salt      uint64
 	kv        []uint64 // sums over the KV of full blocks, as far as asked
-	given     []byte   // the text of the answer; nil = that of the seed
+	given     []byte   // the text of the answer; nil = prose
 	wrong     uint64   // what the prompt's KV got wrong
 }
 
 var _ KVContent = (*TokenContent)(nil)
 
-// NewTokenContent is the content of prompt followed by the answer of seed (TextSeed). salt separates caches:
-// only requests with an equal salt share blocks.
-func NewTokenContent(prompt []uint32, seed uint64, blockSize int, salt string) *TokenContent {
-	c := &TokenContent{prompt: prompt, seed: seed, blockSize: blockSize, saltText: salt}
+// NewTokenContent is the content of prompt followed by an answer (ProseAfter). salt separates caches: only
+// requests with an equal salt share blocks.
+func NewTokenContent(prompt []uint32, answer Prose, blockSize int, salt string) *TokenContent {
+	c := &TokenContent{prompt: prompt, prose: answer, blockSize: blockSize, saltText: salt}
 	if salt != "" {
 		c.salt = xxh3.HashString(salt)
 	}
@@ -72,8 +72,7 @@ func (c *TokenContent) Use(h Hashing) *TokenContent {
 	return c
 }
 
-// Answer sets the text of the answer, in the place of the one that the seed gives; to be called before the
-// first BlockHash.
+// Answer sets the text of the answer, in the place of prose; to be called before the first BlockHash.
 func (c *TokenContent) Answer(text []byte) *TokenContent {
 	if c.given = text; text == nil {
 		c.given = []byte{}
@@ -87,9 +86,6 @@ func (c *TokenContent) Mislead(wrong uint64) {
 		c.wrong, c.gen = wrong, nil
 	}
 }
-
-// MisledSeed is the seed of the answer that wrong KV leads to, where seed is that of the right one.
-func MisledSeed(seed, wrong uint64) uint64 { return mix(seed ^ mix(wrong)) }
 
 // KVSum implements KVContent.
 func (c *TokenContent) KVSum(i, n int) uint64 {
@@ -217,11 +213,11 @@ func (c *TokenContent) token(t int) uint32 {
 func (c *TokenContent) answer() *Generator {
 	switch {
 	case c.wrong != 0:
-		return NewGenerator(MisledSeed(c.seed, c.wrong))
+		return NewGenerator(c.prose.Misled(c.wrong))
 	case c.given != nil:
 		return GivenText(c.given)
 	}
-	return NewGenerator(c.seed)
+	return NewGenerator(c.prose)
 }
 
 // Major types of CBOR (RFC 8949), as far as block hashes need them.

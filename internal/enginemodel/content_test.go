@@ -20,7 +20,7 @@ func TestSHA256CBORChain(t *testing.T) {
 	root := em.RootOf("0")
 	assert.Equal(t, "4e1195df020de59e0d65a33a4279f1183e7ae4e5d980e309f8b55adff2e61c3e",
 		hex.EncodeToString(root[:]))
-	c := em.NewTokenContent(prompt, 1, 16, "").Use(em.Hashing{Algo: em.HashSHA256CBOR, Root: root})
+	c := em.NewTokenContent(prompt, em.Prose{}, 16, "").Use(em.Hashing{Algo: em.HashSHA256CBOR, Root: root})
 	for i, want := range []struct {
 		digest string
 		hash   uint64
@@ -41,8 +41,8 @@ func TestBlockTokensAreThoseHashed(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		prompt := rapid.SliceOfN(rapid.Uint32(), 1, 40).Draw(t, "prompt")
 		size := rapid.IntRange(1, 8).Draw(t, "size")
-		c := em.NewTokenContent(prompt, 7, size, "")
-		gen := em.NewGenerator(7)
+		c := em.NewTokenContent(prompt, em.ProseAfter(7, prompt, 0), size, "")
+		gen := em.NewGenerator(em.ProseAfter(7, prompt, 0))
 		var all []uint32
 		for i := range 8 {
 			all = c.AppendBlockTokens(all, i)

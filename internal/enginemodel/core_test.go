@@ -51,7 +51,7 @@ func text(tokens, blockSize int, salt string) em.Content {
 	for i := range prompt {
 		prompt[i] = uint32(i + 1)
 	}
-	return em.NewTokenContent(prompt, 1, blockSize, salt)
+	return em.NewTokenContent(prompt, em.Prose{}, blockSize, salt)
 }
 
 func TestOneRequestTakesItsStepsOfTheLaw(t *testing.T) {
@@ -107,22 +107,22 @@ func TestPrefixIsReusedAfterFinish(t *testing.T) {
 func TestAnswerBlocksEnterTheCache(t *testing.T) {
 	core := newCore(t, small())
 	prompt := em.AppendTokens(nil, "0123456789abcdef") // 4 tokens
-	seed := em.TextSeed(0, prompt, 0)
+	answer := em.ProseAfter(0, prompt, 0)
 	a := &em.Request{
 		Prompt: 4, Output: 9, Ending: em.FinishLength,
-		Content: em.NewTokenContent(prompt, seed, 4, ""),
+		Content: em.NewTokenContent(prompt, answer, 4, ""),
 	}
 	_, wake := core.Step(0, add(a))
 	now := run(core, 0, wake, nil)
 
-	gen := em.NewGenerator(seed)
+	gen := em.NewGenerator(answer)
 	next := append([]uint32{}, prompt...)
 	for i := range 9 {
 		next = append(next, gen.Token(i))
 	}
 	b := &em.Request{
 		Prompt: len(next) + 3, Output: 1, Ending: em.FinishLength,
-		Content: em.NewTokenContent(append(next, 1, 2, 3), 5, 4, ""),
+		Content: em.NewTokenContent(append(next, 1, 2, 3), em.Prose{}, 4, ""),
 	}
 	_, wake = core.Step(now, add(b))
 	run(core, now, wake, nil)

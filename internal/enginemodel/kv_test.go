@@ -35,7 +35,7 @@ func numbered(k, n, shared int) []uint32 {
 func request(prompt []uint32, output int, salt string) *em.Request {
 	return &em.Request{
 		Prompt: len(prompt), Output: output, Ending: em.FinishLength,
-		Content: em.NewTokenContent(prompt, em.TextSeed(0, prompt, 0), 4, salt),
+		Content: em.NewTokenContent(prompt, em.ProseAfter(0, prompt, 0), 4, salt),
 	}
 }
 
@@ -163,17 +163,18 @@ func TestReusedBlocksGiveAnotherAnswerAndStay(t *testing.T) {
 
 func TestAWrongAnswerIsOfOtherTokens(t *testing.T) {
 	prompt := numbered(0, 9, 0)
-	right := em.NewTokenContent(prompt, 5, 4, "")
-	wrong := em.NewTokenContent(prompt, 5, 4, "")
+	answer := em.ProseAfter(5, prompt, 0)
+	right := em.NewTokenContent(prompt, answer, 4, "")
+	wrong := em.NewTokenContent(prompt, answer, 4, "")
 	wrong.Mislead(3)
 	assert.Equal(t, right.AppendBlockTokens(nil, 1), wrong.AppendBlockTokens(nil, 1), "the prompt stays")
 	assert.NotEqual(t, right.AppendBlockTokens(nil, 3), wrong.AppendBlockTokens(nil, 3))
-	assert.Equal(t, em.NewGenerator(em.MisledSeed(5, 3)).Token(3), wrong.AppendBlockTokens(nil, 3)[0])
+	assert.Equal(t, em.NewGenerator(answer.Misled(3)).Token(3), wrong.AppendBlockTokens(nil, 3)[0])
 	wrong.Mislead(0)
 	assert.Equal(t, right.AppendBlockTokens(nil, 3), wrong.AppendBlockTokens(nil, 3))
-	given := em.NewTokenContent(prompt, 5, 4, "").Answer([]byte("a given answer"))
+	given := em.NewTokenContent(prompt, answer, 4, "").Answer([]byte("a given answer"))
 	given.Mislead(3)
-	assert.Equal(t, em.NewGenerator(em.MisledSeed(5, 3)).Token(3), given.AppendBlockTokens(nil, 3)[0])
+	assert.Equal(t, em.NewGenerator(answer.Misled(3)).Token(3), given.AppendBlockTokens(nil, 3)[0])
 }
 
 func TestHeartbeatsHoldALease(t *testing.T) {

@@ -1,7 +1,6 @@
 package enginemodel_test
 
 import (
-	"strings"
 	"testing"
 	"unicode/utf8"
 
@@ -41,7 +40,7 @@ func TestChatTemplateExtendsFromTurnToTurn(t *testing.T) {
 	assert.Equal(t, em.MarkerSystem, prompt[0])
 	assert.Equal(t, em.MarkerAssistant, prompt[len(prompt)-1])
 
-	gen := em.NewGenerator(em.TextSeed(0, prompt, 0))
+	gen := em.NewGenerator(em.ProseAfter(0, prompt, 0))
 	answer := string(gen.Bytes(5))
 	for !utf8.ValidString(answer) {
 		answer = answer[:len(answer)-1]
@@ -54,34 +53,5 @@ func TestChatTemplateExtendsFromTurnToTurn(t *testing.T) {
 	for i := range whole {
 		assert.Equal(t, gen.Token(i), second[len(prompt)+i],
 			"the answer's tokens come back as the next prompt's")
-	}
-}
-
-func TestGeneratorIsAFunctionOfSeedPromptAndChoice(t *testing.T) {
-	prompt := em.AppendTokens(nil, "the quick brown fox")
-	text := func(seed uint64, p []uint32, choice int) string {
-		return string(em.NewGenerator(em.TextSeed(seed, p, choice)).Bytes(64))
-	}
-	first := text(1, prompt, 0)
-	assert.Equal(t, first, text(1, prompt, 0))
-	assert.NotEqual(t, text(1, prompt, 0), text(2, prompt, 0))
-	assert.NotEqual(t, text(1, prompt, 0), text(1, prompt, 1))
-	assert.NotEqual(t, text(1, prompt, 0), text(1, prompt[1:], 0))
-
-	whole := em.NewGenerator(7)
-	piecewise := em.NewGenerator(7)
-	for i := range 300 {
-		assert.Equal(t, whole.Token(i), piecewise.Token(i))
-		assert.Len(t, piecewise.Bytes(i+1), em.BytesPerToken*(i+1))
-	}
-	assert.True(t, utf8.ValidString(strings.ToValidUTF8(string(whole.Bytes(300)), "")))
-	assert.NotContains(t, string(whole.Bytes(300)), "\x00")
-}
-
-func TestAnswersEndInTheirWindow(t *testing.T) {
-	for seed := range uint64(2000) {
-		n := em.AnswerLen(seed)
-		assert.GreaterOrEqual(t, n, em.AnswerMin)
-		assert.Less(t, n, em.AnswerMin+em.AnswerSpan)
 	}
 }

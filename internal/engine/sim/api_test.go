@@ -28,6 +28,7 @@ type completion struct {
 		FinishReason string   `json:"finish_reason"`
 		StopReason   any      `json:"stop_reason"`
 		TokenIDs     []uint32 `json:"token_ids"`
+		Message      struct{ Content string }
 		Delta        struct {
 			Role, Content string
 		} `json:"delta"`

@@ -33,6 +33,7 @@ type choice struct {
 	cached   atomic.Int32
 	choiceKV
 
+	prose      em.Prose // where the answer begins
 	gen        *em.Generator
 	textTokens int // tokens that have text; the ones behind (end of sequence, stop token) have none
 	textEnd    int // where a stop string cuts the text, bytes
@@ -71,23 +72,24 @@ func newCall(p *plan, s *settings, room func(*prompt) int) *call {
 	return c
 }
 
-// prepare computes the length of the answer and how it ends, which are functions of the seed.
+// prepare computes the length of the answer and how it ends, which are functions of prompt and seed.
 func (c *choice) prepare(p *plan, s *settings, k, limit int) {
-	seed := em.TextSeed(s.Seed^p.seed, c.from.ids, k)
-	content := em.NewTokenContent(c.from.ids, seed, s.Model.BlockSize, p.salt).Use(s.Hashing)
+	c.prose = em.ProseAfter(s.Seed^p.seed, c.from.ids, k)
+	content := em.NewTokenContent(c.from.ids, c.prose, s.Model.BlockSize, p.salt).Use(s.Hashing)
 	c.req = em.Request{
 		Prompt: len(c.from.ids), Output: limit, Ending: em.FinishLength, User: c, Content: content,
 	}
-	length, hasEnd := max(em.AnswerLen(seed), p.minTokens+1), !p.ignoreEOS
-	if c.gen = em.NewGenerator(seed); len(p.scripts) > 0 {
+	left, hasEnd := max(c.prose.Left(), p.minTokens*em.BytesPerToken), !p.ignoreEOS
+	if c.gen = em.NewGenerator(c.prose); len(p.scripts) > 0 {
 		c.script = p.scripts[c.index%len(p.scripts)]
 		c.gen = em.GivenText(c.script.text)
 		content.Answer(c.script.text)
-		length, hasEnd = c.script.tokens()+1, true
+		left, hasEnd = len(c.script.text), true
 	}
 	c.setText(limit)
-	if hasEnd && length <= limit {
-		c.end(length, length-1, nil)
+	if tokens := (left + em.BytesPerToken - 1) / em.BytesPerToken; hasEnd && tokens < limit {
+		c.end(tokens+1, tokens, nil)
+		c.textEnd = left
 	}
 	if len(p.stopIDs) > 0 {
 		c.stopAtToken(p)
@@ -163,9 +165,8 @@ func (c *choice) settle() {
 	}
 	c.isSettled = true
 	if wrong := c.wrong.Load(); wrong != 0 {
-		p, s := c.call.plan, c.call.set
 		c.script = nil // a model that reads other words neither calls tools nor keeps to a schema
-		c.gen = em.NewGenerator(em.MisledSeed(em.TextSeed(s.Seed^p.seed, c.from.ids, c.index%p.n), wrong))
+		c.gen = em.NewGenerator(c.prose.Misled(wrong))
 		c.setText(c.textTokens)
 	}
 }

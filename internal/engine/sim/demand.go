@@ -316,7 +316,7 @@ const maxScripts = 16
 // scripts decides the texts of the answers to a request; none if they are prose.
 func (d *demand) scripts(p *plan, s *settings) (out []*script, e *apiError) {
 	for i := range min(len(p.prompts)*p.n, maxScripts) {
-		one, e := d.script(em.TextSeed(s.Seed^p.seed, p.prompts[i/p.n].ids, i%p.n))
+		one, e := d.script(em.ProseAfter(s.Seed^p.seed, p.prompts[i/p.n].ids, i%p.n).ID())
 		if one == nil || e != nil {
 			return nil, e
 		}
@@ -374,9 +374,6 @@ func (s *script) call(name string, arguments []byte) {
 
 // callsTools says that the text is calls.
 func (s *script) callsTools() bool { return s != nil && len(s.calls) > 0 }
-
-// tokens is how many tokens the text has.
-func (s *script) tokens() int { return (len(s.text) + em.BytesPerToken - 1) / em.BytesPerToken }
 
 // toolCallJSON is a call in an answer, or a part of one in an event.
 type toolCallJSON struct {

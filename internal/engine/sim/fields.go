@@ -311,15 +311,26 @@ func (f *fields) messages() []em.Message {
 	return out
 }
 
-// chatTokens is the prompt of a conversation, with the tools in front of it.
-func (f *fields) chatTokens(messages []em.Message, generate bool) []uint32 {
+// chatTokens is the prompt of a conversation, with the tools in front of it. A request can ask that the
+// answer goes on with the last message.
+func (f *fields) chatTokens(messages []em.Message) []uint32 {
+	generate, isContinued := !f.has("add_generation_prompt") || f.flag("add_generation_prompt"),
+		f.flag("continue_final_message")
+	if generate && isContinued && f.fault == nil {
+		f.fault = badRequest("", "Cannot set both `continue_final_message` and `add_generation_prompt` to "+
+			"True.")
+	}
 	if f.has("tools") {
 		var tools bytes.Buffer
 		if err := json.Compact(&tools, f.members["tools"]); err == nil { // the body was JSON
 			messages = append([]em.Message{{Role: "tools", Content: tools.String()}}, messages...)
 		}
 	}
-	return em.AppendChat(nil, messages, generate)
+	ids := em.AppendChat(nil, messages, generate)
+	if isContinued && len(messages) > 0 && !generate {
+		ids = ids[:len(ids)-1] // without the end of the last message
+	}
+	return ids
 }
 
 // messageText is the content of a message: a text, or text parts, which are joined. The engine reads no

@@ -452,7 +452,7 @@ func TestJoinAfterTwentyThousandBatches(t *testing.T) {
 	s := start(t, c)
 	kv := s.ranks[0].kv
 	for i := range uint32(20_000) {
-		content := em.NewTokenContent([]uint32{i, 1, 2, 3}, 0, 4, "")
+		content := em.NewTokenContent([]uint32{i, 1, 2, 3}, em.Prose{}, 4, "")
 		kv.step([]em.BlockEvent{{
 			Kind: em.BlocksStored,
 			Req:  &em.Request{Prompt: 4, Output: 1, Content: content}, Count: 1,

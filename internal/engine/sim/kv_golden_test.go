@@ -363,7 +363,7 @@ func TestKVEventSources(t *testing.T) {
 
 // The golden payloads, from one stored and one removed block.
 func TestKVFormats(t *testing.T) {
-	c := em.NewTokenContent([]uint32{1, 2, 3, 4}, 1, 4, "")
+	c := em.NewTokenContent([]uint32{1, 2, 3, 4}, em.Prose{}, 4, "")
 	req := &em.Request{Prompt: 4, Output: 1, Content: c}
 	hash, _ := c.BlockHash(0)
 	storedEvent := em.BlockEvent{Kind: em.BlocksStored, Req: req, Count: 1}

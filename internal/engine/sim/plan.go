@@ -229,7 +229,7 @@ func readChat(f *fields, s *settings) (*plan, *apiError) {
 	if ids := p.params.promptIDs(f); ids != nil {
 		p.prompts = []prompt{{ids: ids}}
 	} else {
-		p.prompts = []prompt{{ids: f.chatTokens(messages, true)}}
+		p.prompts = []prompt{{ids: f.chatTokens(messages)}}
 	}
 	return p, p.finishCheck(f, s)
 }

@@ -274,8 +274,7 @@ func (s api) tokenize(w http.ResponseWriter, r *http.Request) {
 	}
 	var ids []uint32
 	if f.has("messages") {
-		add := !f.has("add_generation_prompt") || f.flag("add_generation_prompt")
-		ids = f.chatTokens(f.messages(), add)
+		ids = f.chatTokens(f.messages())
 	} else {
 		if !f.has("prompt") {
 			f.refuse("prompt", msgRequired)

@@ -232,7 +232,7 @@ func isWrong(t *testing.T, s *Server, prompt, more string, seen *[2]int) bool {
 	status, body := ask(t, s, "/v1/completions", completionBody(prompt, more))
 	require.Equal(t, http.StatusOK, status, body)
 	ids := em.AppendTokens(nil, prompt)
-	want := em.ValidText(em.NewGenerator(em.TextSeed(0, ids, 0)).Bytes(24))
+	want := em.ValidText(em.NewGenerator(em.ProseAfter(0, ids, 0)).Bytes(24))
 	got := textOf(t, body) != want
 	require.Equal(t, s.Stats().WrongAnswers-before == 1, got)
 	if seen[0]++; got {

@@ -51,7 +51,7 @@ func (r *run) text(all []*object) (any, error) {
 
 // words writes one to three words, longer or shorter where the length has to be.
 func (r *run) words(least, most int) string {
-	fields := strings.Fields(string(em.NewGenerator(r.rnd.Uint64()).Bytes(16)))
+	fields := strings.Fields(string(em.NewGenerator(em.ProseAfter(r.rnd.Uint64(), nil, 0)).Bytes(16)))
 	out := []rune(strings.Join(fields[:min(1+r.rnd.IntN(3), len(fields)-1)], " ")) // the last one may be cut
 	for i := 0; len(out) < least; i++ {
 		out = append(out, rune('a'+i%26))
