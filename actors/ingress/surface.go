@@ -179,6 +179,9 @@ func (h surface) recover(r *http.Request) {
 func (h surface) serveOther(w http.ResponseWriter, r *http.Request) {
 	s, path := h.in.table.Load().split(r.URL.Path)
 	route := openai.RouteOf(path)
+	if route > openai.Models {
+		route = openai.NoRoute
+	}
 	id, isModel := strings.CutPrefix(path, modelsPath+"/")
 	switch {
 	case route != openai.NoRoute && !takes(route, r.Method):

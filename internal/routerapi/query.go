@@ -95,7 +95,7 @@ func RouteOf(path string, body []byte) (openai.Route, error) {
 		return openai.Completions, nil
 	}
 	route := openai.RouteOf(path)
-	if route == openai.NoRoute || route.Method() != http.MethodPost {
+	if route == openai.NoRoute || route > openai.Models || route.Method() != http.MethodPost {
 		return route, problem.New(problem.InvalidArgument, "route %q takes no requests that are routed",
 			path[:min(len(path), maxShown)]).
 			WithHint("routes are %s and %s", openai.Chat.Path(), openai.Completions.Path())

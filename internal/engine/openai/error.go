@@ -30,14 +30,6 @@ func ErrorBody(dst []byte, status int, typ, code, message, param string) []byte 
 	return append(dst, `}}`...)
 }
 
-// ErrorEvent appends the server-sent event that ends a broken stream of route r. Completions and chat share
-// one shape: clients look for "error" in the event's data. No [DONE] follows, the connection is cut.
-func ErrorEvent(dst []byte, _ Route, status int, typ, code, message string) []byte {
-	dst = append(dst, "data: "...)
-	dst = ErrorBody(dst, status, typ, code, message, "")
-	return append(dst, "\n\n"...)
-}
-
 func appendStringOrNull(dst []byte, s string) []byte {
 	if s == "" {
 		return append(dst, "null"...)

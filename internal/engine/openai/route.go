@@ -1,8 +1,11 @@
 package openai
 
-import "net/http"
+import (
+	"net/http"
+	"strings"
+)
 
-// Route is one of the inference routes that dpserve serves. The zero value is none of them.
+// Route is one of the routes of engines that dpserve knows, or Other or OtherRead. The zero value is none.
 type Route uint8
 
 // The routes.
@@ -13,60 +16,225 @@ const (
 	Tokenize
 	Detokenize
 	Models
+	Responses
+	ResponseRead
+	ResponseItems
+	ResponseCancel
+	Messages
+	CountTokens
+	Generate
+	Embeddings
+	Rerank
+	Score
+	Pooling
+	Classify
+	Transcriptions
+	Translations
+	Speech
+	Other     // POST of any other path
+	OtherRead // GET of any other path
 )
 
 // NumRoutes is one more than the highest Route: the length of an array indexed by Route.
-const NumRoutes = int(Models) + 1
+const NumRoutes = int(OtherRead) + 1
 
 // routeInfo is one row of the table of routes.
 type routeInfo struct {
-	name, method, path string
-	prompts            [2]string // top-level fields that hold the prompt
-	generates          bool      // answers with choices and may stream
+	name, method string
+	// on an engine, without the slash at the end; {id} stands for one segment. The first is the usual one
+	paths   []string
+	shape   Shape     // of dpserve's own errors
+	prompts [2]string // top-level fields that hold the prompt
+	// a top-level field that the prompt begins with, beside prompts
+	opening string
+	// the prompt is a list of messages or items: one prompt, whatever its length
+	isDialog bool
+	// the answer is text that the engine generates: it may stream, and it has usage
+	generates bool
+	// the engine computes for it: it counts as load, and waits for a rank with room
+	computes bool
+	// after a rank has failed, another one may be sent it
+	again bool
+	// the body may be a form, with the model as one of its fields
+	isForm bool
+	events eventMarks
 }
+
+// eventMarks are parts of the data by which the events of a route's stream are told apart. The zero value:
+// any event is content, and any end is a good one.
+type eventMarks struct {
+	content string // of events with content
+	last    []string
+	isBlind bool // there are no choices with a finish_reason, as completions and chat have them
+}
+
+var (
+	unknownEvents  = eventMarks{isBlind: true}
+	responseEvents = eventMarks{
+		isBlind: true, content: `.delta"`,
+		last: []string{`"response.completed"`, `"response.incomplete"`, `"response.failed"`},
+	}
+	messageEvents = eventMarks{
+		isBlind: true, content: `"content_block_delta"`, last: []string{`"message_stop"`},
+	}
+)
 
 var routes = [NumRoutes]routeInfo{
 	NoRoute: {name: "none"},
 	Completions: {
-		name: "completions", method: http.MethodPost, path: "/v1/completions",
-		prompts: [2]string{"prompt"}, generates: true,
+		name: "completions", method: http.MethodPost, paths: []string{"/v1/completions"},
+		prompts: [2]string{"prompt"}, generates: true, computes: true, again: true,
 	},
 	Chat: {
-		name: "chat", method: http.MethodPost, path: "/v1/chat/completions",
-		prompts: [2]string{"messages"}, generates: true,
+		name: "chat", method: http.MethodPost, paths: []string{"/v1/chat/completions"},
+		prompts: [2]string{"messages"}, isDialog: true, generates: true, computes: true, again: true,
 	},
 	Tokenize: {
-		name: "tokenize", method: http.MethodPost, path: "/tokenize",
-		prompts: [2]string{"prompt", "messages"},
+		name: "tokenize", method: http.MethodPost, paths: []string{"/tokenize"},
+		prompts: [2]string{"prompt", "messages"}, again: true,
 	},
 	Detokenize: {
-		name: "detokenize", method: http.MethodPost, path: "/detokenize",
-		prompts: [2]string{"tokens"},
+		name: "detokenize", method: http.MethodPost, paths: []string{"/detokenize"},
+		prompts: [2]string{"tokens"}, again: true,
 	},
-	Models: {name: "models", method: http.MethodGet, path: "/v1/models"},
+	Models: {name: "models", method: http.MethodGet, paths: []string{"/v1/models"}},
+	Responses: {
+		name: "responses", method: http.MethodPost, paths: []string{"/v1/responses"},
+		prompts: [2]string{"input"}, opening: "instructions", isDialog: true,
+		generates: true, computes: true, again: true, events: responseEvents,
+	},
+	ResponseRead: {
+		name: "response", method: http.MethodGet, paths: []string{"/v1/responses/{id}"}, again: true,
+		events: responseEvents,
+	},
+	ResponseItems: {
+		name: "response_items", method: http.MethodGet, paths: []string{"/v1/responses/{id}/input_items"},
+		again: true, events: unknownEvents,
+	},
+	ResponseCancel: {
+		name: "response_cancel", method: http.MethodPost, paths: []string{"/v1/responses/{id}/cancel"},
+		events: unknownEvents,
+	},
+	Messages: {
+		name: "messages", method: http.MethodPost, paths: []string{"/v1/messages"}, shape: Anthropic,
+		prompts: [2]string{"messages"}, opening: "system", isDialog: true,
+		generates: true, computes: true, again: true, events: messageEvents,
+	},
+	CountTokens: {
+		name: "count_tokens", method: http.MethodPost, paths: []string{"/v1/messages/count_tokens"},
+		shape: Anthropic, prompts: [2]string{"messages"}, isDialog: true, again: true,
+	},
+	Generate: {
+		name: "generate", method: http.MethodPost, paths: []string{"/generate"}, shape: SGLang,
+		prompts: [2]string{"text", "input_ids"}, generates: true, computes: true, again: true,
+		events: unknownEvents,
+	},
+	Embeddings: {
+		name: "embeddings", method: http.MethodPost, paths: []string{"/v1/embeddings"},
+		prompts: [2]string{"input", "messages"}, computes: true, again: true, events: unknownEvents,
+	},
+	Rerank: {
+		name: "rerank", method: http.MethodPost, paths: []string{"/v1/rerank", "/rerank", "/v2/rerank"},
+		prompts: [2]string{"documents"}, opening: "query", computes: true, again: true,
+		events: unknownEvents,
+	},
+	Score: {
+		name: "score", method: http.MethodPost, paths: []string{"/v1/score", "/score"},
+		prompts: [2]string{"text_2", "data_2"}, opening: "text_1", computes: true, again: true,
+		events: unknownEvents,
+	},
+	Pooling: {
+		name: "pooling", method: http.MethodPost, paths: []string{"/pooling", "/v1/pooling"},
+		prompts: [2]string{"input", "messages"}, computes: true, again: true, events: unknownEvents,
+	},
+	Classify: {
+		name: "classify", method: http.MethodPost, paths: []string{"/classify", "/v1/classify"},
+		prompts: [2]string{"input", "messages"}, computes: true, again: true, events: unknownEvents,
+	},
+	Transcriptions: {
+		name: "transcriptions", method: http.MethodPost, paths: []string{"/v1/audio/transcriptions"},
+		computes: true, again: true, isForm: true, events: unknownEvents,
+	},
+	Translations: {
+		name: "translations", method: http.MethodPost, paths: []string{"/v1/audio/translations"},
+		computes: true, again: true, isForm: true, events: unknownEvents,
+	},
+	Speech: {
+		name: "speech", method: http.MethodPost, paths: []string{"/v1/audio/speech"},
+		prompts: [2]string{"input"}, computes: true, again: true, events: unknownEvents,
+	},
+	Other: {
+		name: "other", method: http.MethodPost, computes: true, isForm: true, events: unknownEvents,
+	},
+	OtherRead: {name: "other", method: http.MethodGet, again: true, events: unknownEvents},
 }
 
-// RouteOf returns the route of a path without the app's route prefix; NoRoute if dpserve does not serve it.
-func RouteOf(path string) Route {
+// byPath are the routes by their paths without {id}.
+var byPath = func() map[string]Route {
+	out := map[string]Route{}
 	for r := Completions; int(r) < NumRoutes; r++ {
-		if routes[r].path == path {
-			return r
+		for _, path := range routes[r].paths {
+			out[path] = r
 		}
 	}
-	return NoRoute
+	return out
+}()
+
+// responsePrefix begins the paths with an id.
+const responsePrefix = "/v1/responses/"
+
+// RouteOf returns the route of a clean path (see CleanPath) without the app's route prefix; NoRoute if the
+// table does not have it.
+func RouteOf(path string) Route {
+	if id := ResponseIDOf(path); id != "" {
+		path = responsePrefix + "{id}" + path[len(responsePrefix)+len(id):]
+	}
+	return byPath[path]
 }
 
-// String is the route's short name, as in metrics: completions, chat, tokenize, detokenize, models.
+// ResponseIDOf is the id of a response in a path; "" if the path has none.
+func ResponseIDOf(path string) string {
+	id, ok := strings.CutPrefix(path, responsePrefix)
+	if !ok {
+		return ""
+	}
+	id, _, _ = strings.Cut(id, "/")
+	return id
+}
+
+// String is the route's short name, as in metrics.
 func (r Route) String() string { return routes[r].name }
 
 // Method is the only HTTP method of the route.
 func (r Route) Method() string { return routes[r].method }
 
-// Path is the route's path on an engine.
-func (r Route) Path() string { return routes[r].path }
+// Path is the route's usual path on an engine; "" for Other and OtherRead, {id} in place of an id.
+func (r Route) Path() string {
+	if len(routes[r].paths) == 0 {
+		return ""
+	}
+	return routes[r].paths[0]
+}
 
-// Generates reports whether the route's answer has choices and usage and may stream.
+// Paths are all paths of the route on an engine. They must not be changed.
+func (r Route) Paths() []string { return routes[r].paths }
+
+// Shape is the shape of dpserve's own errors on the route.
+func (r Route) Shape() Shape { return routes[r].shape }
+
+// Generates reports whether the route's answer is generated text, which has usage and may stream.
 func (r Route) Generates() bool { return routes[r].generates }
+
+// Computes reports whether an engine computes for the request, so that it counts as load and waits for a rank
+// with room.
+func (r Route) Computes() bool { return routes[r].computes }
+
+// Again reports whether another rank may be sent the request after one has failed.
+func (r Route) Again() bool { return routes[r].again }
+
+// IsBasic reports whether every engine that generates has the route: only there an engine's 404 can mean
+// that the engine is not what it should be.
+func (r Route) IsBasic() bool { return r == Completions || r == Chat }
 
 // isPrompt reports whether the top-level field key holds the route's prompt.
 func (r Route) isPrompt(key []byte) bool {
