@@ -21,6 +21,7 @@ import (
 	"github.com/asynkron/protoactor-go/actor"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/apikeys"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/internal/rankleg"
@@ -52,6 +53,9 @@ type Config struct {
 	Remote    rankleg.Asker // to the ranks of other nodes; nil = every rank's mailbox is in this process
 	Note      func() string // for those who ask /health, "" = nothing; nil = never
 	Serves    func() bool   // false: this node's lease is over, so its ranks may not serve; nil = always
+	// the API keys of clients, read for each request; nil: the endpoint has none
+	Keys   func() *apikeys.Set
+	Access *telemetry.Access // counts by key; required with Keys
 	// to the ingresses of other nodes, for lockstep groups; nil: there are none
 	Groups msg.GroupLinks
 	// of the node, for the proxies of applications with a prefill pool; nil = one of its own
@@ -65,6 +69,8 @@ type Ingress struct {
 	store     msg.Store
 	feed      msg.Feed
 	metrics   *telemetry.Metrics
+	keys      func() *apikeys.Set // nil: the endpoint has none
+	access    *telemetry.Access   // counts by key; nil without keys
 	log       *slog.Logger
 	limits    Limits
 	timers    Timers
@@ -141,7 +147,8 @@ func New(c Config) (*Ingress, error) {
 		log:    slog.New(telemetry.LimitLines(c.Log.Handler())).With(slog.String("component", "ingress")),
 		limits: c.Limits.withDefaults(),
 		timers: c.Timers.withDefaults(),
-		seed:   c.Seed, clockBase: time.Now(),
+		keys:   c.Keys, access: c.Access,
+		seed: c.Seed, clockBase: time.Now(),
 		appTable: appTable{
 			appRouters: map[string]*appRouter{}, unplaced: unplacedApps{changed: make(chan struct{}, 1)},
 		},

@@ -10,9 +10,11 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/apikeys"
 	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/rankleg"
+	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -195,23 +197,27 @@ func (req *request) setID() {
 // findApp finds the application by the body's model. A body without a model is valid if the scope has exactly
 // one application.
 func (req *request) findApp(s *routeScope) *failure {
+	model, key := req.scan.Model, keyOf(req.r)
 	if !req.scan.HasModel {
-		req.app = s.only
 		switch {
-		case req.app != nil:
-			return nil
+		case s.only != nil:
+			model = []byte(s.only.app.Model.ID)
 		case len(s.apps) == 0:
-			return unknownModel(nil, s)
+			return unknownModel(nil, s, key)
+		default:
+			f := newFailure(openai.CodeInvalidRequest,
+				"the body names no model; add \"model\": one of "+joinNames(s.namesFor(key)))
+			f.param = "model"
+			return f
 		}
-		f := newFailure(openai.CodeInvalidRequest,
-			"the body names no model; add \"model\": one of "+joinNames(s.names))
-		f.param = "model"
-		return f
 	}
-	if req.app = s.models[string(req.scan.Model)]; req.app == nil {
-		return unknownModel(req.scan.Model, s)
+	if req.app = s.find(string(model), key); req.app != nil {
+		return nil
 	}
-	return nil
+	if s.models[string(model)] != nil {
+		req.in.access.Refused(telemetry.KeyModel)
+	}
+	return unknownModel(model, s, key)
 }
 
 // readOptions reads the x-dpserve headers that do not concern routing.
@@ -419,10 +425,10 @@ func badBody(err error) *failure {
 // maxNameShown bounds what an error repeats of a client's text.
 const maxNameShown = 100
 
-func unknownModel(model []byte, s *routeScope) *failure {
+func unknownModel(model []byte, s *routeScope, key *apikeys.Key) *failure {
 	shown := string(bytes.ToValidUTF8(model[:min(len(model), maxNameShown)], []byte("?")))
 	f := newFailure(openai.CodeModelNotFound, "the model `"+shown+"` does not exist; there are: "+joinNames(
-		s.names))
+		s.namesFor(key)))
 	if len(s.apps) == 0 {
 		f.message = "the model `" + shown +
 			"` does not exist: no application is deployed here; deploy one with `dpserve deploy FILE`"
@@ -546,6 +552,9 @@ func (req *request) logLine(level slog.Level, text string, res *result, attrs ..
 		slog.String("cause", res.name()),
 		slog.Int("attempt", req.ends.count()), slog.Float64(
 			"dur_ms", float64(time.Since(req.start).Microseconds())/1000))
+	if key := keyOf(req.r); key != nil {
+		attrs = append(attrs, slog.String("key", key.Name))
+	}
 	if req.app != nil {
 		attrs = append(attrs, slog.String("app", req.app.app.Name))
 	}

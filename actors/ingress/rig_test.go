@@ -21,6 +21,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/apikeys"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
@@ -439,6 +440,7 @@ type options struct {
 	far     bool        // the ranks are those of another node …
 	home    int         // … but this many at the end
 	lease   func() bool // of the node that has the ranks
+	keys    func() *apikeys.Set
 }
 
 const model1 = "demo"
@@ -496,6 +498,9 @@ func newRig(t *testing.T, o options) *rig {
 		Node: "n1", Version: "v-test", Store: g.store, Feed: g.feed, Metrics: telemetry.New(), Seed: 7,
 		Limits: o.limits, Timers: o.timers, Serves: o.lease,
 		Log: slog.New(slog.NewTextHandler(g.logs, &slog.HandlerOptions{Level: o.level})),
+	}
+	if o.keys != nil {
+		c.Keys, c.Access = o.keys, c.Metrics.Access()
 	}
 	if o.far {
 		g.port = g.dataPort(&o)
@@ -616,9 +621,12 @@ func (g *rig) do(req *http.Request) answer {
 	return answer{status: resp.StatusCode, header: resp.Header, body: string(raw), err: err}
 }
 
-func (g *rig) get(path string) answer {
+func (g *rig) get(path string, headers ...string) answer {
 	req, err := http.NewRequestWithContext(g.t.Context(), http.MethodGet, g.url+path, nil)
 	require.NoError(g.t, err)
+	for i := 0; i+1 < len(headers); i += 2 {
+		req.Header.Set(headers[i], headers[i+1])
+	}
 	return g.do(req)
 }
 

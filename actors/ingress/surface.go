@@ -62,8 +62,8 @@ func (h surface) newEngine() *gin.Engine {
 	return g
 }
 
-// limitAndRecover limits header fields, ends circles, answers browsers, and catches panics. The panic that
-// cuts a stream goes on to net/http.
+// limitAndRecover limits header fields, ends circles, answers browsers, asks for API keys, and catches
+// panics. The panic that cuts a stream goes on to net/http.
 func (h surface) limitAndRecover(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		defer h.recover(r)
@@ -81,6 +81,11 @@ func (h surface) limitAndRecover(next http.Handler) http.Handler {
 			return
 		}
 		if len(r.Header["Origin"]) > 0 && h.allowOrigin(w, r) {
+			return
+		}
+		r, f := h.authenticate(r)
+		if f != nil {
+			h.refuseUnauthenticated(w, r, f)
 			return
 		}
 		next.ServeHTTP(w, r)
@@ -346,16 +351,16 @@ func (h surface) listModels(w http.ResponseWriter, r *http.Request, s *routeScop
 		Object string  `json:"object"`
 		Data   []model `json:"data"`
 	}{Object: "list", Data: []model{}}
-	for _, name := range s.names {
+	for _, name := range s.namesFor(keyOf(r)) {
 		out.Data = append(out.Data, modelOf(name, s.models[name]))
 	}
 	h.answerJSON(w, r, out)
 }
 
 func (h surface) showModel(w http.ResponseWriter, r *http.Request, s *routeScope, id string) {
-	e := s.models[id]
+	e := s.find(id, keyOf(r))
 	if e == nil {
-		h.refuseUnrouted(w, r, openai.Models, unknownModel([]byte(id), s))
+		h.refuseUnrouted(w, r, openai.Models, unknownModel([]byte(id), s, keyOf(r)))
 		return
 	}
 	h.answerJSON(w, r, modelOf(id, e))

@@ -70,7 +70,7 @@ func addFlagsOf(to *pflag.FlagSet, f *nodeFlags, names ...string) {
 }
 
 func runDoctor(ctx context.Context, e *env, f *nodeFlags, args []string, output format) error {
-	c, err := f.buildConfig()
+	c, err := f.buildConfig(e)
 	if err != nil {
 		return err
 	}

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io/fs"
@@ -30,6 +31,9 @@ type nodeFlags struct {
 	timers map[string]string
 }
 
+// apiKeysVariable has the default of --api-keys.
+const apiKeysVariable = "DPSERVE_API_KEYS_FILE" //nolint:gosec // a name, no credential
+
 // addCommon adds the flags that up, start and join share.
 func (f *nodeFlags) addCommon(cmd *cobra.Command) {
 	flags := cmd.Flags()
@@ -47,6 +51,9 @@ func (f *nodeFlags) addCommon(cmd *cobra.Command) {
 	flags.Lookup("labels").DefValue, flags.Lookup("timers").DefValue = "", "" // "[]" would be noise in help
 	flags.StringVar(&f.config.MetricsBind, "metrics-bind", "",
 		"`ADDR`, HOST:PORT, that serves /metrics alone; default: at the admin API only")
+	flags.StringVar(&f.config.APIKeysFile, "api-keys", "",
+		"`FILE` with the API keys of the endpoint's clients, a line each: NAME KEY [models=a,b]; read again "+
+			"when it changes; default: DPSERVE_API_KEYS_FILE, else clients need no key")
 	flags.StringVar(&f.config.LogFormat, "log-format", f.config.LogFormat, "text or json")
 	flags.StringVar(&f.config.LogLevel, "log-level", f.config.LogLevel, "debug, info, warn or error")
 }
@@ -124,8 +131,9 @@ func defaultDataDir(getenv func(string) string) (string, error) {
 
 // buildConfig returns the config that the flags describe. It checks only flags that are not config values;
 // server.Config.Validate checks the rest.
-func (f *nodeFlags) buildConfig() (server.Config, error) {
+func (f *nodeFlags) buildConfig(e *env) (server.Config, error) {
 	c := f.config
+	c.APIKeysFile = cmp.Or(c.APIKeysFile, e.getenv(apiKeysVariable))
 	c.Version = readBuildInfo().Version
 	c.Labels = f.labels
 	c.Timers = make(map[string]time.Duration, len(f.timers))

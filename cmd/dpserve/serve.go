@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"net"
@@ -119,7 +120,7 @@ func (f *serveFlags) add(cmd *cobra.Command) {
 	f.set.IntVar(&f.bind.port, "port", 8000,
 		"port of the OpenAI endpoint; without this flag, a free one if 8000 is taken")
 	f.set.BoolVar(&f.bind.public, "insecure-public", false,
-		"allow a --host that is not loopback, without TLS")
+		"allow a --host that is not loopback, without API keys")
 	f.set.BoolVar(&f.print, "print", false, "print the app.yaml and end")
 	f.set.StringVar(&f.up.keep, "data-dir", "", "`folder` to keep; default: a temporary one")
 	f.set.StringVar(&f.model, "model", "", "another way to write MODEL")
@@ -177,6 +178,8 @@ func (f *serveFlags) run(ctx context.Context, e *env, args []string) error {
 	if err := checkPrograms(ctx, file.apps); err != nil {
 		return err
 	}
+	node := &f.up.node.config
+	node.APIKeysFile = cmp.Or(node.APIKeysFile, e.getenv(apiKeysVariable))
 	if err := f.setBind(ctx); err != nil {
 		return err
 	}
@@ -228,11 +231,13 @@ func (f *serveFlags) setBind(ctx context.Context) error {
 		return problem.New(problem.InvalidArgument, "--port %d: the port must be 0 to 65535", b.port).
 			WithHint("0 takes any free port")
 	}
-	if ip := net.ParseIP(b.host); !b.public && b.host != "localhost" && (ip == nil || !ip.IsLoopback()) {
-		return problem.New(problem.InvalidArgument, "--host %s is reachable from outside, without TLS",
+	ip := net.ParseIP(b.host)
+	local := b.host == "localhost" || ip != nil && ip.IsLoopback()
+	if !local && !b.public && c.APIKeysFile == "" {
+		return problem.New(problem.InvalidArgument, "--host %s is reachable from outside, without keys",
 			b.host).
-			WithHint("leave --host out to serve this machine alone, or add --insecure-public if everyone " +
-				"who reaches this port may use it (--api-key KEY asks clients for a key)")
+			WithHint("leave --host out to serve this machine alone, ask clients for a key with --api-keys " +
+				"FILE, or add --insecure-public if everyone who reaches this port may use it")
 	}
 	c.HTTPBind, c.InsecurePublic = net.JoinHostPort(b.host, strconv.Itoa(b.port)), b.public
 	if !f.set.Changed("port") || b.port == 0 {

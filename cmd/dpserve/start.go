@@ -59,7 +59,7 @@ service may use: above 85 % of it requests are refused with 503, above 95 % conn
 }
 
 func runStart(ctx context.Context, e *env, f *nodeFlags, output format) error {
-	c, err := f.buildConfig()
+	c, err := f.buildConfig(e)
 	if err != nil {
 		return err
 	}

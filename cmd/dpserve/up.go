@@ -138,7 +138,7 @@ func (f *upFlags) showFile(e *env, text []byte) error {
 
 // runUp runs the node until a signal and removes everything it made.
 func runUp(ctx context.Context, e *env, f *upFlags, file *appFile) (err error) {
-	c, err := f.node.buildConfig()
+	c, err := f.node.buildConfig(e)
 	if err != nil {
 		return err
 	}
@@ -167,7 +167,7 @@ func runUp(ctx context.Context, e *env, f *upFlags, file *appFile) (err error) {
 		err = deployToSelf(ctx, e, s, cluster, file, scr)
 	}
 	if err == nil {
-		err = printWelcome(ctx, e, f, s, cluster, c.NodeID)
+		err = printWelcome(ctx, e, f, s, cluster, &c)
 	}
 	if err != nil {
 		return stopUnserved(e, s, scr, err)
@@ -250,9 +250,10 @@ func stopUnserved(e *env, s *serving, scr *screen, err error) error {
 
 // printWelcome prints the URL, a curl line that works as printed, and the ranks, unless the live table shows
 // them.
-func printWelcome(ctx context.Context, e *env, f *upFlags, s *serving, cluster admin, id string) error {
+func printWelcome(ctx context.Context, e *env, f *upFlags, s *serving, cluster admin, c *server.Config,
+) error {
 	if !f.output.isTable() {
-		return printAddress(e, s, id, *f.output)
+		return printAddress(e, s, c.NodeID, *f.output)
 	}
 	apps, err := cluster.Apps(ctx)
 	if err != nil {
@@ -265,7 +266,7 @@ func printWelcome(ctx context.Context, e *env, f *upFlags, s *serving, cluster a
 		if e.io.OutTTY {
 			columns, _ = e.io.Size()
 		}
-		_, _ = fmt.Fprintln(e.io.Out, formatCurlLine(s.HTTPAddr(), apps[0].Model, columns))
+		_, _ = fmt.Fprintln(e.io.Out, formatCurlLine(c, s.HTTPAddr(), apps[0].Model, columns))
 	}
 	if len(apps) > 1 {
 		var others []string
@@ -282,12 +283,17 @@ func printWelcome(ctx context.Context, e *env, f *upFlags, s *serving, cluster a
 }
 
 // formatCurlLine returns a curl command for one streamed chat request, quoted for a POSIX shell. A terminal
-// that is too narrow for one line gets three.
-func formatCurlLine(addr, model string, columns int) string {
+// that is too narrow for one line gets three. The key of an endpoint that wants one is a variable of the
+// shell, because no key is printed.
+func formatCurlLine(c *server.Config, addr, model string, columns int) string {
 	body := "{\n  \"model\": " + quoteString(model) + ", \"stream\": true, \"max_tokens\": 64,\n  " +
 		`"messages": [{"role": "user", "content": "Hello"}]}`
-	lines := fmt.Sprintf("curl -N http://%s/v1/chat/completions -H 'content-type: application/json' -d '%s'",
-		addr, strings.ReplaceAll(body, `'`, `'\''`))
+	key := ""
+	if c.APIKeysFile != "" {
+		key = `-H "Authorization: Bearer $KEY" `
+	}
+	lines := fmt.Sprintf("curl -N http://%s/v1/chat/completions %s-H "+
+		"'content-type: application/json' -d '%s'", addr, key, strings.ReplaceAll(body, `'`, `'\''`))
 	line := strings.NewReplacer("{\n  ", "{", "\n  ", " ").Replace(lines)
 	if textWidth(line) > columns {
 		return lines

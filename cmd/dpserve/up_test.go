@@ -208,7 +208,9 @@ func TestANodeThatIsNoMemberAnyMoreEnds(t *testing.T) {
 }
 
 func TestCurlLineQuotes(t *testing.T) {
-	assert.Contains(t, formatCurlLine("h:1", `it's "x"`, 1000), `"model": "it'\''s \"x\""`)
+	assert.Contains(t, formatCurlLine(&server.Config{}, "h:1", `it's "x"`, 1000), `"model": "it'\''s \"x\""`)
+	assert.Contains(t, formatCurlLine(&server.Config{APIKeysFile: "f"}, "h:1", "m", 1000),
+		`curl -N http://h:1/v1/chat/completions -H "Authorization: Bearer $KEY" -H 'content-type`)
 }
 
 func TestRate(t *testing.T) {

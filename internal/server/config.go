@@ -75,6 +75,7 @@ type Config struct {
 	HTTPBind       string                   // OpenAI endpoint
 	AdminBind      string                   // admin REST and /metrics
 	AdminHosts     []string                 // further names in Host headers that the admin port accepts
+	APIKeysFile    string                   // API keys of the endpoint's clients; "" = it wants none
 	MetricsBind    string                   // /metrics without the admin API; "" = only at AdminBind
 	MaxBody        int                      // MiB of one inference request's body; memory use grows with it
 	PortRange      string                   // LO-HI, ports of engines
@@ -125,15 +126,18 @@ func DefaultConfig() Config {
 
 // Validate checks everything that needs no bind. Errors are problem.InvalidArgument and name the flag.
 func (c *Config) Validate() error {
-	for _, b := range []struct{ flag, addr string }{
-		{"--http-bind", c.HTTPBind},
-		{"--admin-bind", c.AdminBind},
-		{"--metrics-bind", c.MetricsBind},
+	for _, b := range []struct {
+		flag, addr string
+		guarded    bool // strangers who reach it can do nothing
+	}{
+		{"--http-bind", c.HTTPBind, c.APIKeysFile != ""},
+		{"--admin-bind", c.AdminBind, false},
+		{"--metrics-bind", c.MetricsBind, false},
 	} {
 		if b.flag == "--metrics-bind" && b.addr == "" {
 			continue
 		}
-		if err := c.checkBind(b.flag, b.addr); err != nil {
+		if err := c.checkBind(b.flag, b.addr, b.guarded); err != nil {
 			return err
 		}
 	}
@@ -187,7 +191,7 @@ func (c *Config) Validate() error {
 	return nil
 }
 
-func (c *Config) checkBind(flag, addr string) error {
+func (c *Config) checkBind(flag, addr string, guarded bool) error {
 	host, port, err := net.SplitHostPort(addr)
 	if err != nil {
 		return problem.New(problem.InvalidArgument, "%s %q: want HOST:PORT", flag, addr).
@@ -197,17 +201,20 @@ func (c *Config) checkBind(flag, addr string) error {
 		return problem.New(problem.InvalidArgument, "%s %q: the port must be 0 to 65535", flag, addr).
 			WithHint("0 takes any free port")
 	}
-	if !c.InsecurePublic && !isLoopback(host) && c.Ephemeral {
+	if c.InsecurePublic || guarded || isLoopback(host) {
+		return nil
+	}
+	if c.Ephemeral {
 		return problem.New(problem.InvalidArgument, "%s %s is reachable from outside", flag, addr).
 			WithHint("`dpserve up` binds loopback only; `dpserve start` can bind more")
 	}
-	if !c.InsecurePublic && !isLoopback(host) {
-		return problem.New(problem.InvalidArgument,
-			"%s %s is reachable from outside, without keys and without TLS", flag, addr).
-			WithHint("bind 127.0.0.1 behind your own front end, or add --insecure-public if everyone who " +
-				"reaches this port may use it")
+	hint := "bind 127.0.0.1 behind your own front end, or add --insecure-public if everyone who reaches " +
+		"this port may use it"
+	if flag == "--http-bind" {
+		hint = "ask clients for a key with --api-keys FILE, " + hint
 	}
-	return nil
+	return problem.New(problem.InvalidArgument,
+		"%s %s is reachable from outside, without keys and without TLS", flag, addr).WithHint("%s", hint)
 }
 
 // resources returns the resources of this node that placement may use, without devices.

@@ -70,6 +70,7 @@ type Node struct {
 	metricsServer *api.Server // nil without --metrics-bind
 
 	ports      ports
+	access     access
 	firstToken string
 	search     search
 	life       lifetime
@@ -130,6 +131,9 @@ func New(c Config) (*Node, error) {
 
 func (n *Node) build() error {
 	n.system = inbox.NewSystem(n.log)
+	if err := n.openAccess(); err != nil {
+		return err
+	}
 	var err error
 	ctx, cancel := context.WithTimeout(n.life.ctx, readyTimeout)
 	defer cancel()
@@ -430,7 +434,8 @@ func (n *Node) buildServers(t *timers) error {
 		cfg := ingress.Config{
 			Node: n.cfg.NodeID, Pseudonym: pseudonym(n), Version: n.cfg.Version, Store: n.store,
 			Feed: n.hub, Metrics: n.metrics, Log: n.log, Timers: t.ingress, Seed: randomUint64(),
-			Actors: n.system, Dial: n.cfg.dialer(), Serves: n.node.Serves(), Note: n.search.note,
+			Keys: n.access.apiKeys(), Access: n.access.metrics, Actors: n.system,
+			Dial: n.cfg.dialer(), Serves: n.node.Serves(), Note: n.search.note,
 			Limits: ingress.Limits{
 				MaxBody: int64(n.cfg.MaxBody) << 20, MaxConns: maxConns(n.log, fileLimit(), n.cfg.Slots),
 			},
@@ -496,6 +501,7 @@ func (n *Node) start(ctx context.Context) error {
 	if err := n.leading.Adapt(ctx); err != nil {
 		return err
 	}
+	n.followAccess()
 	n.life.loops.Go(func() { n.leading.Follow(n.life.ctx) })
 	if n.devices != nil {
 		n.life.loops.Go(func() { n.devices.Run(n.life.ctx) })

@@ -159,6 +159,10 @@ func TestEveryMetricIsDocumented(t *testing.T) {
 	use(m)
 	useNode(m)
 	m.BuildInfo("v1")
+	access := m.Access()
+	access.Used("ann")
+	access.Refused(telemetry.KeyMissing)
+	access.FileFailed(telemetry.FileKeys, false)
 	m.ShowRanks([]telemetry.RankSample{{
 		App: "demo", KV: &telemetry.KVSample{Events: true}, Transfer: &telemetry.TransferSample{},
 	}}, []telemetry.AppIndex{{App: "demo"}}, []telemetry.GroupSample{{App: "demo"}})

@@ -18,6 +18,8 @@ const (
 	labelUnit   = "unit"
 	labelState  = "state"
 	labelKind   = "kind"
+	labelKey    = "key"
+	labelFile   = "file"
 	labelCause  = "cause"
 	labelBudget = "budget"
 	labelPolicy = "policy"

@@ -134,6 +134,7 @@ func newBodyError(param []byte, format string, args ...any) *BodyError {
 // The stable words in the "code" of an error on the inference routes.
 const (
 	CodeInvalidRequest    = "invalid_request"
+	CodeInvalidKey        = "invalid_api_key"
 	CodeModelNotFound     = "model_not_found"
 	CodeUnsupportedRoute  = "unsupported_route"
 	CodeSlowRequest       = "slow_request"
@@ -160,6 +161,8 @@ func Status(code string) int {
 	switch code {
 	case CodeInvalidRequest:
 		return http.StatusBadRequest
+	case CodeInvalidKey:
+		return http.StatusUnauthorized
 	case CodeModelNotFound, CodeUnsupportedRoute:
 		return http.StatusNotFound
 	case CodeSlowRequest:
