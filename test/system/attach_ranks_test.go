@@ -2,7 +2,6 @@ package system
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"net"
 	"net/http"
@@ -167,43 +166,4 @@ func TestRanksComeAndGo(t *testing.T) {
 	assert.Equal(t, second, k.URL)
 	assert.True(t, r.StreamChat(t.Context(), "edge", "hello", 3).OK())
 	r.Quiet()
-}
-
-// SGLang's router paths, as its tools call them.
-func TestSGLangWorkerPathsAttachEngines(t *testing.T) {
-	t.Parallel()
-	first, second := handEngine(t), handEngine(t)
-	r := harness.Start(t)
-	code, body := r.Do(http.MethodPost, "/add_worker?url="+first, "")
-	assert.Equal(t, http.StatusNotFound, code, body)
-	r.Deploy(edgeApp(first))
-	r.WaitStatus("edge", "RUNNING")
-
-	code, body = r.Do(http.MethodPost, "/add_worker?url="+second, "")
-	assert.Equal(t, http.StatusOK, code)
-	assert.Equal(t, "Successfully added worker: "+second, body)
-	code, body = r.Do(http.MethodPost, "/add_worker?url="+url.QueryEscape(second), "")
-	assert.Equal(t, http.StatusConflict, code, body)
-	r.WaitStatus("edge", "RUNNING")
-	assert.Equal(t, []string{first, second}, workers(t, r))
-
-	code, body = r.Do(http.MethodPost, "/remove_worker?url="+first+"&app=edge", "")
-	assert.Equal(t, http.StatusOK, code)
-	assert.Equal(t, "Successfully removed worker: "+first, body)
-	code, body = r.Do(http.MethodPost, "/remove_worker?url="+first, "")
-	assert.Equal(t, http.StatusNotFound, code, body)
-	assert.Equal(t, []string{second}, workers(t, r))
-	assert.True(t, r.StreamChat(t.Context(), "edge", "hello", 3).OK())
-	code, body = r.Do(http.MethodPost, "/remove_worker?url="+second, "")
-	assert.Equal(t, http.StatusConflict, code, "the last one stays: %s", body)
-	r.Quiet()
-}
-
-func workers(t *testing.T, r *harness.Real) []string {
-	t.Helper()
-	code, body := r.Do(http.MethodGet, "/list_workers", "")
-	require.Equal(t, http.StatusOK, code, body)
-	var list struct{ URLs []string }
-	require.NoError(t, json.Unmarshal([]byte(body), &list))
-	return list.URLs
 }

@@ -68,7 +68,7 @@ func (s *smi) devices(used ...int) {
 }
 
 // quick are timers for devices that tests can wait for.
-const quick = "device_reread=200ms,device_probe=2s,device_wait=3s"
+const quick = "device_reread=200ms,device_probe=2s,device_wait=60s"
 
 // onlyNode returns the status of the one node.
 func onlyNode(r *harness.Real) client.NodeStatus {
@@ -105,11 +105,14 @@ const bridges = "\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity\n" +
 	"GPU0\t X \tSYS\tNV4\tSYS\t0-7\t0\nGPU1\tSYS\t X \tSYS\tNV4\t0-7\t0\n" +
 	"GPU2\tNV4\tSYS\t X \tSYS\t8-15\t1\nGPU3\tSYS\tNV4\tSYS\t X \t8-15\t1\n"
 
-// GPUs are found and shown, and ranks get close ones.
-func TestDevicesAreFound(t *testing.T) {
+// HF77: GPUs are found and shown, and ranks get close ones. Ranks that share a device see it and get their part
+// of its memory; one that is started again does not wait for what the others hold. Nodes and status show the
+// shares. An engine that uses a device without a grant is named.
+func TestDevices(t *testing.T) {
 	s := newSMI(t)
 	s.prints("topo", bridges)
 	r := harness.Start(t, "--timers", quick)
+	r.Expect(harness.DevicesFail, harness.EngineFails)
 	n := onlyNode(r)
 	assert.Equal(t, 4, n.GPUs)
 	assert.Equal(t, []client.DeviceModel{{
@@ -136,15 +139,11 @@ func TestDevicesAreFound(t *testing.T) {
 	assert.Contains(t, text, "4 x NVIDIA H100 80GB HBM3 79.6 GiB")
 	r.Delete("pairs")
 	waitNode(r, "no device used", func(n *client.NodeStatus) bool { return n.GPUsUsed == 0 })
+	ranksShareADevice(t, r, s)
 }
 
-// HF77: Each engine sees the device of its share and gets its part of the memory. One that is started again
-// does not wait for what the others hold. Nodes and status show the shares. An engine that uses a device
-// without a grant is named.
-func TestRanksShareADevice(t *testing.T) {
-	s := newSMI(t)
-	r := harness.Start(t, "--timers", quick+",device_wait=60s")
-	r.Expect(harness.DevicesFail, harness.EngineFails)
+func ranksShareADevice(t *testing.T, r *harness.Real, s *smi) {
+	t.Helper()
 	dir := t.TempDir()
 	r.Deploy(stubApp(t, "quarters", "vllm", dir, "", "A: b",
 		"data_parallel: {dp_size: 4, coupling: independent}\n    resources: {gpus: 0.25}"))

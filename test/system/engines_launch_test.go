@@ -85,9 +85,16 @@ func chats(t *testing.T, r *harness.Real, model string) {
 
 // CC11: engines get the flags of the file as they are, and no other setting. Devices, ports and ranks are
 // those of the grant.
-func TestCC11LaunchedEnginesGetTheFlagsOfTheFile(t *testing.T) {
+func TestCC11LaunchedEngines(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t, "--gpus", "8")
+	vllmEngines(t, r)
+	sglangEngines(t, r)
+	r.Quiet()
+}
+
+func vllmEngines(t *testing.T, r *harness.Real) {
+	t.Helper()
 	const flags = "max_num_seqs: 1024, gpu-memory-utilization: 0.85, trust_remote_code: true, " +
 		"hf_overrides: {rope: 2}"
 	want := []string{
@@ -131,14 +138,12 @@ func TestCC11LaunchedEnginesGetTheFlagsOfTheFile(t *testing.T) {
 		r.Delete(name)
 		requireDead(t, r, pids(st))
 	}
-	r.Quiet()
 }
 
-// One SGLang process hosts the ranks of DP attention, each of which serves; without it, every rank is a
-// process.
-func TestLaunchedSGLangEngines(t *testing.T) {
-	t.Parallel()
-	r := harness.Start(t, "--gpus", "4")
+// sglangEngines: one SGLang process hosts the ranks of DP attention, each of which serves; without it, every
+// rank is a process.
+func sglangEngines(t *testing.T, r *harness.Real) {
+	t.Helper()
 	for name, c := range map[string]struct {
 		args, more string
 		processes  int
@@ -184,71 +189,36 @@ func TestLaunchedSGLangEngines(t *testing.T) {
 		r.Delete(name)
 		requireDead(t, r, pids(st))
 	}
-	r.Quiet()
 }
 
 // What is wrong with an engine's program is found early, and said once with the last lines or what to do.
 func TestBadEngines(t *testing.T) {
 	t.Parallel()
-	r := harness.Start(t, "--gpus", "4", "--timers", "probe=300ms,start_retry=50ms")
+	r := harness.Start(t, "--gpus", "6", "--timers", "probe=300ms,start_retry=50ms")
 	r.Expect(harness.EngineFails)
 	const isNone = "what answers on the engine's port is no engine"
 	other := strconv.Itoa(ports.Take(t, 1))
-	for name, c := range map[string]struct{ do, want, line string }{
+	rows := map[string]struct{ do, want, line string }{
 		"dies":       {"exit=1", "engine exited with code 1", "torch.OutOfMemoryError"},
 		"exits-0":    {"exit=0", "engine exited with code 0", "torch.OutOfMemoryError"},
 		"garbage":    {"garbage", isNone, ""},
 		"not-found":  {"not-found", isNone + ": /health answered 418", ""},
 		"wrong-port": {"wrong-port=" + other, "it answers on port " + other, ""},
-	} {
-		r.Deploy(stubApp(t, name, "vllm", t.TempDir(), "", "STUB_DO: "+c.do, "health_check_period_s: 0.2"))
+		"missing":    {"", "there is no program no-such-vllm on this node; install it", ""},
+	}
+	for name, c := range rows {
+		app := stubApp(t, name, "vllm", t.TempDir(), "", "STUB_DO: "+c.do,
+			"health_check_period_s: 0.2\n    route_prefix: /"+name)
+		if name == "missing" {
+			app = strings.Replace(app, harness.StubEngine(t), "no-such-vllm", 1)
+		}
+		r.Deploy(app)
+	}
+	for name, c := range rows {
 		u := r.WaitStatus(name, "DEPLOY_FAILED").Units[0]
 		assert.Contains(t, u.Reason, c.want, name)
 		assert.Contains(t, strings.Join(u.LogTail, "\n"), c.line, name)
 		r.Delete(name)
 	}
-	missing := strings.Replace(stubApp(t, "missing", "vllm", t.TempDir(), "", "A: b", ""),
-		harness.StubEngine(t), "no-such-vllm", 1)
-	r.Deploy(missing)
-	u := r.WaitStatus("missing", "DEPLOY_FAILED").Units[0]
-	assert.Contains(t, u.Reason, "there is no program no-such-vllm on this node; install it")
-	r.Delete("missing")
 	r.Quiet()
-}
-
-// Engines that ignore SIGTERM, and workers that outlive the engine, are gone after a delete.
-func TestLaunchedEnginesThatDoNotEnd(t *testing.T) {
-	t.Parallel()
-	r := harness.Start(t, "--gpus", "4", "--timers", "kill_grace=500ms")
-	for _, do := range []string{"stubborn", "workers"} {
-		dir := t.TempDir()
-		r.Deploy(stubApp(t, do, "vllm", dir, "", "STUB_DO: "+do,
-			"data_parallel: {dp_size: 2, coupling: independent}"))
-		st := r.WaitStatus(do, "RUNNING")
-		all := r.Children()
-		r.Delete(do)
-		requireDead(t, r, slices.Concat(pids(st), all))
-	}
-	r.Quiet()
-}
-
-// A process that hosts several ranks outlives its node as well: the next process of the node takes over all
-// of them.
-func TestAnEngineWithSeveralRanksIsAdopted(t *testing.T) {
-	t.Parallel()
-	c := harness.StartMembers(t, harness.Each(1))
-	c.Expect(harness.NodeFails, harness.EngineFails, harness.StreamBreaks)
-	w, dir := c.All[0], t.TempDir()
-	w.Want(stubApp(t, "moe", "sglang", dir, "tp_size: 4, enable_dp_attention: true", "A: b",
-		"data_parallel: {dp_size: 4}\n    resources: {gpus: 0}"))
-	before := c.Running("moe")
-	for range 2 {
-		w.Crash()
-		w.Start()
-		unchanged(c, "moe", seats(&before))
-	}
-	assert.Len(t, stubStarts(t, dir), 1, "one process, started once")
-	for range 8 {
-		chats(t, w.Real, "moe")
-	}
 }

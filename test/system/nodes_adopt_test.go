@@ -4,9 +4,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"slices"
 	"strconv"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -64,58 +62,19 @@ func onlyOf(t *testing.T, answers []harness.Answer, ranks []string) {
 	}
 }
 
-// EN2, MB11: dpserve of a worker is killed under 64 streams per node. Its engines live on, and its next
-// process adopts them.
-func TestMB11EnginesAreAdoptedAfterACrash(t *testing.T) {
+// EN2, HF70, HF75, MB11: engines outlive the processes of their node, under 64 streams per node. dpserve of a
+// worker is killed, and its next process adopts them. Then SIGUSR2 replaces the process by another binary at
+// its own path, under the same process id, and no node warns. Last, another node is killed and not started
+// again: its engines end at --orphan-timeout, and its ranks start elsewhere.
+func TestEN2EnginesOutliveTheirNode(t *testing.T) {
 	t.Parallel()
-	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(4), harness.Calm)
+	const orphans = 3 * time.Second
+	c := harness.StartMembers(t, [][]string{{}, {"--orphan-timeout", orphans.String()}, {}},
+		harness.MemberSlots(4), harness.Calm)
 	c.Expect(harness.NodeFails, harness.EngineFails, harness.StreamBreaks)
 	a, b, w := c.All[0], c.All[1], c.All[2]
-	a.Want(spread("wide", 6))
-	st := c.Running("wide")
-	before := seats(&st)
-	gone := on(before, w.Name)
-	require.NotEmpty(t, gone)
-	engines := w.Children()
-	require.Len(t, engines, len(gone))
-	load := harness.StartStreams(t, "wide", 64, 40, harness.HungAfter, a.HTTP, b.HTTP)
-	load.Reaches(128)
-	crashed := time.Now()
-	w.Crash()
-	for _, pid := range engines {
-		assert.True(t, harness.Alive(pid), "an engine outlives its node's process")
-	}
-	began := time.Now()
-	w.Start()
-	routesTo(c, a, "wide", gone)
-	routesTo(c, b, "wide", gone)
-	back := time.Since(began)
-	unchanged(c, "wide", before)
-	t.Logf("NUMBER ranks of a crashed node back in routing: %s after its start", back)
-	load.Reaches(128)
-	y := load.End()
-	assert.Zero(t, y.Hung, "%v", y)
-	onlyOf(t, load.Answers(crashed.Add(-harness.HungAfter)), gone)
-	cut := map[string]int{} // by client
-	for _, bad := range load.Answers(time.Time{}) {
-		if !bad.OK() {
-			cut[bad.Client]++
-			assert.Equal(t, 1, cut[bad.Client], "a client is cut at most once: %v", &bad)
-		}
-	}
-	assert.ElementsMatch(t, engines, w.Children(), "the same engines, and no other")
-}
-
-// EN2, HF70, HF75: SIGUSR2 replaces the process by another binary at its own path, under the same process id.
-// Streams of other nodes are not cut, and no node warns.
-func TestEN2RestartWithAnotherBinary(t *testing.T) {
-	t.Parallel()
-	old, next := harness.Binary(t), harness.NextBinary(t)
-	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(4), harness.Calm)
-	c.Expect(harness.NodeFails) // w ends once, before the restart
-	a, b, w := c.All[0], c.All[1], c.All[2]
 	program := filepath.Join(t.TempDir(), "dpserve")
-	copyFile(t, old, program)
+	copyFile(t, harness.Binary(t), program)
 	w.Term()
 	w.Use(program)
 	w.Start()
@@ -123,18 +82,68 @@ func TestEN2RestartWithAnotherBinary(t *testing.T) {
 	a.Want(spread("wide", 6))
 	st := c.Running("wide")
 	before := seats(&st)
-	moved := on(before, w.Name)
-	require.NotEmpty(t, moved)
+	own := on(before, w.Name)
+	require.NotEmpty(t, own)
+	engines := w.Children()
+	require.Len(t, engines, len(own))
+	adopted := func() {
+		t.Helper()
+		routesTo(c, a, "wide", own)
+		routesTo(c, b, "wide", own)
+		unchanged(c, "wide", before)
+		assert.ElementsMatch(t, engines, w.Children(), "the same engines, and no other")
+	}
+
 	load := harness.StartStreams(t, "wide", 64, 40, harness.HungAfter, a.HTTP, b.HTTP)
 	load.Reaches(128)
+	crashed := time.Now()
+	w.Crash()
+	for _, pid := range engines {
+		assert.True(t, harness.Alive(pid), "an engine outlives its node's process")
+	}
+	w.Start()
+	adopted()
+	load.Reaches(128)
+	y := load.End()
+	assert.Zero(t, y.Hung, "%v", y)
+	onlyOf(t, load.Answers(crashed.Add(-harness.HungAfter)), own)
 
+	restartsWithAnotherBinary(t, c, w, program, adopted)
+
+	engines = b.Children()
+	require.NotEmpty(t, engines)
+	crashed = time.Now()
+	b.Crash()
+	c.Eventually("the first orphan ends", func() error {
+		if len(harness.Living(engines)) == len(engines) {
+			return errNotYet
+		}
+		return nil
+	})
+	assert.GreaterOrEqual(t, time.Since(crashed), orphans, "no engine ends with its node")
+	movedFrom(c, "wide", b.Name)
+	dead(c, "the engines of a node that is not started again", engines)
+	b.Start()
+	c.Settled()
+	c.Running("wide")
+}
+
+// restartsWithAnotherBinary puts the next version at the path of a node's program, and asks the node to restart
+// under load. Streams are not cut, and no node warns.
+func restartsWithAnotherBinary(t *testing.T, c *harness.Members, w *harness.Member, program string,
+	adopted func(),
+) {
+	t.Helper()
+	a, b := c.All[0], c.All[1]
+	next := harness.NextBinary(t)
+	load := harness.StartStreams(t, "wide", 64, 40, harness.HungAfter, a.HTTP, b.HTTP)
+	load.Reaches(128)
 	require.NoError(t, os.Rename(program, program+".old")) // kept aside, as many people do
 	copyFile(t, next, program)
 	var was, is client.Process
 	require.NoError(t, w.Get("/api/v1/restart", &was))
 	said := map[*harness.Member]int{a: len(a.Output()), b: len(b.Output()), w: len(w.Output())}
 	w.Signal(syscall.SIGUSR2)
-	began := time.Now()
 	c.Eventually("another process", func() error {
 		if err := w.Get("/api/v1/restart", &is); err != nil || is.Process == was.Process {
 			return fmt.Errorf("%+v, %w", is, err)
@@ -147,10 +156,7 @@ func TestEN2RestartWithAnotherBinary(t *testing.T) {
 	wanted, err := os.Stat(program)
 	require.NoError(t, err)
 	assert.True(t, os.SameFile(running, wanted), "the binary of today")
-	routesTo(c, a, "wide", moved)
-	routesTo(c, b, "wide", moved)
-	t.Logf("NUMBER ranks back in routing %s after SIGUSR2", time.Since(began))
-	unchanged(c, "wide", before)
+	adopted()
 	load.Reaches(128)
 	y := load.End()
 	assert.Zero(t, y.Refused+y.Broken+y.Cut+y.Hung, "streams end within the wait of a restart: %v", y)
@@ -181,69 +187,41 @@ func copyFile(t *testing.T, from, to string) {
 	require.NoError(t, os.Rename(to+".new", to))
 }
 
-// EN2: a node that is not started again: its engines end at --orphan-timeout, and its ranks start elsewhere.
-func TestEN2OrphansEnd(t *testing.T) {
-	t.Parallel()
-	const orphans = 3 * time.Second
-	c := harness.StartMembers(t, harness.Each(3, "--orphan-timeout", orphans.String()),
-		harness.MemberSlots(6))
-	c.Expect(harness.NodeFails, harness.EngineFails, harness.StreamBreaks)
-	a, w := c.All[0], c.All[2]
-	a.Want(spread("wide", 6))
-	c.Running("wide")
-	engines := w.Children()
-	require.NotEmpty(t, engines)
-	crashed := time.Now()
-	w.Crash()
-	var first, last time.Duration // ends of engines
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		for len(harness.Living(engines)) == len(engines) && time.Since(crashed) < harness.Patience {
-			time.Sleep(10 * time.Millisecond)
-		}
-		first = time.Since(crashed)
-		for len(harness.Living(engines)) > 0 && time.Since(crashed) < harness.Patience {
-			time.Sleep(10 * time.Millisecond)
-		}
-		last = time.Since(crashed)
-	})
-	movedFrom(c, "wide", w.Name)
-	wg.Wait()
-	assert.GreaterOrEqual(t, first, orphans, "no engine ends with its node")
-	t.Logf("engines ended %s to %s after their node", first, last)
-	w.Start()
-	c.Settled()
-	c.Running("wide")
-}
-
-// EN2: a cluster of one node has its own leader: the state comes from its disk. Then dpserve restart.
+// EN2: a cluster of one node has its own leader: the state comes from its disk. Its next processes take over
+// all engines, one with several ranks among them. Then dpserve restart.
 func TestEN2ANodeAlone(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(1))
 	c.Expect(harness.NodeFails, harness.EngineFails, harness.StreamBreaks)
-	w := c.All[0]
+	w, dir := c.All[0], t.TempDir()
 	w.Want(simApp("pair", 2, "lockstep", "") + "    route_prefix: /pair\n")
-	w.Want(simApp("solo", 2, "independent", ""))
-	pair, solo := c.Running("pair"), c.Running("solo")
+	w.Want(simApp("solo", 2, "independent", "") + "    route_prefix: /solo\n")
+	w.Want(stubApp(t, "moe", "sglang", dir, "tp_size: 4, enable_dp_attention: true", "A: b",
+		"data_parallel: {dp_size: 4}\n    resources: {gpus: 0}"))
+	before := map[string]client.AppStatus{}
+	for _, app := range []string{"pair", "solo", "moe"} {
+		before[app] = c.Running(app)
+	}
 	engines := w.Children()
-	require.Len(t, engines, 4)
+	asBefore := func() {
+		t.Helper()
+		for app, st := range before {
+			unchanged(c, app, seats(&st))
+		}
+		assert.ElementsMatch(t, engines, w.Children())
+	}
 	for range 2 {
 		w.Crash()
 		w.Start()
-		unchanged(c, "pair", seats(&pair))
-		unchanged(c, "solo", seats(&solo))
+		asBefore()
 	}
 	out := harness.Run(t, "restart", "--addr", w.Admin)
 	assert.Zero(t, out.ExitCode(), out.Output())
 	assert.Contains(t, out.Output(), "runs dpserve")
-	unchanged(c, "pair", seats(&pair))
-	unchanged(c, "solo", seats(&solo))
-	got := w.Children()
-	slices.Sort(got)
-	slices.Sort(engines)
-	assert.Equal(t, engines, got)
-	y := harness.StartLoad(t, "solo", 4, 5, w.HTTP)
-	y.Reaches(20)
-	sum := y.End()
-	assert.Zero(t, sum.Refused+sum.Broken+sum.Cut+sum.Hung, "%v", sum)
+	asBefore()
+	assert.Len(t, stubStarts(t, dir), 1, "one process for four ranks, started once")
+	for range 8 {
+		chats(t, w.Real, "moe")
+	}
+	answersAt(t, "solo", w.HTTP+"/solo")
 }

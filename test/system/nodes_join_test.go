@@ -6,6 +6,7 @@ import (
 	"net"
 	"net/http"
 	"path/filepath"
+	"strconv"
 	"testing"
 	"time"
 
@@ -16,8 +17,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// HF73, SP10: who may not join is refused, with the reason and what to do. The renewal of certificates and
-// the gossip's encryption are tested in their packages.
+// CC16, HF73, SP10: who may not join is refused, with the reason and what to do, and so is a data dir of
+// another cluster. The renewal of certificates and the gossip's encryption are tested in their packages.
 func TestSP10JoinRefused(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(1))
@@ -83,6 +84,20 @@ func TestSP10JoinRefused(t *testing.T) {
 		assert.Contains(t, r.Output(), try.says, name)
 		assert.Contains(t, r.Output(), "hint:", name)
 		t.Logf("%s: exit code %d: %s", name, code, r.Output())
+	}
+	foreign.All[0].Term()
+	for name, args := range map[string][]string{
+		"join": {
+			"join", a.NodePort(), "--token", c.Token(), "--advertise", c.NextIP(), "--node-port",
+			strconv.Itoa(c.NodePort()), "--gossip-port", "0", "--node-id", "a",
+		},
+		"start, as another node": {"start", "--node-id", "b"},
+	} {
+		r := harness.Run(t, append(args, "--data-dir", foreign.All[0].Dir, "--http-bind", "127.0.0.1:0",
+			"--admin-bind", "127.0.0.1:0")...)
+		assert.Equal(t, 1, r.ExitCode(), "%s: %s", name, r.Output())
+		assert.Regexp(t, `belongs to (another cluster than the token|node a, not b)`, r.Output(), name)
+		assert.Contains(t, r.Output(), "\nhint: ", name)
 	}
 	list, err := a.Nodes()
 	require.NoError(t, err)

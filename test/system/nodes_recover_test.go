@@ -10,9 +10,12 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// Two of three control nodes are gone for good. `dpserve recover` makes the third one the only voter: the
-// worker finds it and keeps its engines, deploys work, and a lost node that comes back with its old log ends.
-func TestHF66TheLastControlNodeIsRecovered(t *testing.T) {
+// HF22, HF66: Two of three control nodes are gone for good. `dpserve recover` makes the third one the only
+// voter: the worker finds it and keeps its engines, deploys work, and a lost node that comes back with its old
+// log ends. Then the only control node comes back under another address, and only the node itself can announce
+// it. A worker that runs follows it there; one that was off meanwhile finds it by the gossip, as its own copy
+// of the state has the old address; and one that moved as well is told by the address of a join.
+func TestTheLastControlNodeIsRecoveredAndMoves(t *testing.T) {
 	t.Parallel()
 	control := []string{"--roles", "control,ingress"}
 	c := harness.StartMembers(t, [][]string{control, control, control, {"--roles", "worker"}},
@@ -72,4 +75,28 @@ func TestHF66TheLastControlNodeIsRecovered(t *testing.T) {
 	}
 	unchanged(c, "wide", before)
 	c.Settled()
+
+	follows := func(start func()) {
+		last.Term()
+		last.Move(c.NextIP())
+		last.Start()
+		start()
+		c.Settled()
+		c.Running("wide")
+	}
+	follows(func() {})
+	unchanged(c, "wide", before)
+	worker.Term()
+	follows(worker.Start)
+	worker.Term()
+	follows(func() {
+		worker.Move(c.NextIP())
+		worker.Join(c.Token())
+	})
+	list, err := last.Nodes()
+	require.NoError(t, err)
+	for i := range list {
+		m := c.By(list[i].Node)
+		assert.Equal(t, m.NodePort(), list[i].Address, m.Name)
+	}
 }

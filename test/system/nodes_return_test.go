@@ -3,7 +3,6 @@ package system
 import (
 	"path/filepath"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/assert"
 
@@ -11,11 +10,12 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// MB4: a node returns under another address; then another machine comes under the name of a node.
-func TestMB4NewAddressSameName(t *testing.T) {
+// MB4, MB7: a node returns under another address; another machine comes under the name of a node; then, as a
+// power cut does it, every node is killed at once and started again, in another order.
+func TestMB4NewAddressSameNamePowerCut(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(6))
-	c.Expect(harness.NodeFails, harness.JoinRefused)
+	c.Expect(harness.NodeFails, harness.JoinRefused, harness.NoLeaderAtStart)
 	a, b := c.All[0], c.All[1]
 	a.Want(spread("wide", 6))
 	c.Running("wide")
@@ -25,13 +25,10 @@ func TestMB4NewAddressSameName(t *testing.T) {
 	movedFrom(c, "wide", m.Name)
 
 	m.Move(c.NextIP())
-	began := time.Now()
 	m.Start()
 	c.WaitNode(m.Name, "alive at its new address", func(s *client.NodeStatus) bool {
 		return s.State == "alive" && s.Address == m.NodePort()
 	})
-	back := time.Since(began)
-	t.Logf("back %s after its start", back)
 	c.Settled()
 	a.Want(spread("more", 6) + "    route_prefix: /more\n") // room is where the node has come back to
 	st := c.Running("more")
@@ -50,16 +47,7 @@ func TestMB4NewAddressSameName(t *testing.T) {
 	assert.Equal(t, before, seats(&st), "the first is unharmed")
 	assert.True(t, b.Runs())
 	c.AllQuiet()
-}
 
-// MB7, as a power cut does it: every node is killed at once and started again, in any order.
-func TestMB7AllAtOnce(t *testing.T) {
-	t.Parallel()
-	c := harness.StartMembers(t, harness.Each(3), harness.MemberSlots(4))
-	c.Expect(harness.NodeFails, harness.NoLeaderAtStart)
-	c.All[0].Want(spread("wide", 6))
-	st := c.Running("wide")
-	before := seats(&st)
 	for _, m := range c.All {
 		m.Kill()
 	}
@@ -77,6 +65,7 @@ func TestMB7AllAtOnce(t *testing.T) {
 		assert.Greater(t, k.Epoch, before[seat].Epoch, "rank %s was started again", seat)
 		assert.NotEqual(t, before[seat].Incarnation, k.Incarnation)
 	}
+	c.Running("more")
 	load := harness.StartLoad(t, "wide", 4, 8, others(c, nil)...)
 	load.Reaches(40)
 	y := load.End()

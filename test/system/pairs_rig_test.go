@@ -81,7 +81,6 @@ type pairLoad struct {
 	ranks   map[string]int // "prefill>decode"
 	refused []string       // errors before the first byte
 	wrong   []string       // texts that are not those of an unbroken run
-	slowest time.Duration  // to a first token
 }
 
 // startPairLoad runs clients that send the prompts in turn to each endpoint.
@@ -117,21 +116,11 @@ func (l *pairLoad) note(want string, s *harness.Stream) {
 		l.ok++
 		l.ways[s.Way]++
 		l.ranks[s.Prefill+">"+s.Rank]++
-		l.slowest = max(l.slowest, s.First)
 	case s.FirstByte():
 		l.lost++
 	default:
 		l.refused = append(l.refused, s.String())
 	}
-}
-
-// takeSlowest is the longest time to a first token since the last call.
-func (l *pairLoad) takeSlowest() time.Duration {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	d := l.slowest
-	l.slowest = 0
-	return d
 }
 
 // end lets the requests under way end. Idempotent.
@@ -166,8 +155,8 @@ func (l *pairLoad) more(t *testing.T, n int, way string) {
 func (l *pairLoad) String() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return fmt.Sprintf("ok %d, ways %v, lost %d, slowest first token %s, refused %q, wrong %d", l.ok, l.ways,
-		l.lost, l.slowest.Round(time.Millisecond), l.refused[:min(5, len(l.refused))], len(l.wrong))
+	return fmt.Sprintf("ok %d, ways %v, lost %d, refused %q, wrong %d", l.ok, l.ways, l.lost,
+		l.refused[:min(5, len(l.refused))], len(l.wrong))
 }
 
 // check ends the load: no text is wrong, no request failed before its first byte, and at most so many streams
@@ -196,25 +185,12 @@ func allMet(st *client.AppStatus) error {
 	return nil
 }
 
-// waitMet waits until every pair of "pd" has met.
-func waitMet(r *harness.Real) client.AppStatus {
-	r.T.Helper()
-	var st client.AppStatus
-	r.Eventually(func() error {
-		st = r.App("pd")
-		return allMet(&st)
-	}, "all pairs have met")
-	return st
-}
-
-// poolRanks are the ranks of a pool, by unit.
-func poolRanks(st *client.AppStatus, pool string) map[string]client.RankStatus {
+// unitsOf are the ranks of units of one rank, by unit.
+func unitsOf(st *client.AppStatus) map[string]client.RankStatus {
 	out := map[string]client.RankStatus{}
 	for _, u := range st.Units {
 		for _, k := range u.Ranks {
-			if strings.HasPrefix(u.Unit, "pd."+pool+"/") {
-				out[u.Unit] = k
-			}
+			out[u.Unit] = k
 		}
 	}
 	return out
@@ -223,8 +199,8 @@ func poolRanks(st *client.AppStatus, pool string) map[string]client.RankStatus {
 // readyRanks counts the ready ranks of a pool.
 func readyRanks(st *client.AppStatus, pool string) int {
 	n := 0
-	for _, k := range poolRanks(st, pool) {
-		if k.Phase == "ready" {
+	for unit, k := range unitsOf(st) {
+		if strings.HasPrefix(unit, "pd."+pool+"/") && k.Phase == "ready" {
 			n++
 		}
 	}

@@ -2,9 +2,9 @@ package system
 
 import (
 	"fmt"
+	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -26,50 +26,9 @@ func launchedPairs(prefills, decodes int, disaggregation, prefillMore, decodeMor
 `, prefills, prefillMore, decodes, decodeMore, disaggregation)
 }
 
-// PD6: a launched engine of either pool is killed under 64 streams, and starts again in its place. What the
-// slowest client waited for its first token is printed, without the kill and with it.
-func TestPD6KilledUnderLoad(t *testing.T) {
-	t.Parallel()
-	known := knownTexts(t, 24, 300, 30)
-	r := harness.Start(t)
-	r.Expect(harness.PairsFail, harness.StreamBreaks)
-	r.Deploy(launchedPairs(2, 3, "decide: always", "", ""))
-	r.WaitStatus("pd", "RUNNING")
-	st := waitMet(r)
-	const clients = 64
-	l := startPairLoad(t, known, clients, r.HTTP)
-	l.more(t, 2*clients, "remote")
-	t.Logf("slowest first token: %s", l.takeSlowest())
-	for _, pool := range []string{"prefill", "decode"} {
-		unit := "pd." + pool + "/0/1"
-		victim := poolRanks(&st, pool)[unit]
-		require.NotZero(t, victim.PID, "%+v", st.Units)
-		require.NoError(t, syscall.Kill(victim.PID, syscall.SIGKILL))
-		r.Eventually(func() error {
-			st = r.App("pd")
-			if k := poolRanks(&st, pool)[unit]; k.Phase != "ready" || k.Epoch != victim.Epoch+1 {
-				return fmt.Errorf("%s at epoch %d", k.Phase, k.Epoch)
-			}
-			return allMet(&st)
-		}, unit+" serves again")
-		l.more(t, 2*clients, "remote")
-		slowest := l.takeSlowest()
-		t.Logf("slowest first token while a %s engine was killed: %s", pool, slowest)
-		assert.LessOrEqual(t, slowest, 5*time.Second, "nobody waits for what is dead")
-	}
-	l.check(t, clients)
-	for unit, k := range poolRanks(&st, "prefill") {
-		want := uint64(1)
-		if unit == "pd.prefill/0/1" {
-			want++
-		}
-		assert.Equal(t, want, k.Epoch, "%s: a crash is one restart", unit)
-	}
-	r.Quiet()
-}
-
-// PD32: The prefill pool is on one node and the decode pool on another; each is killed in turn under load,
-// while a third node answers. Every text is that of an unbroken run.
+// PD6, PD32: The prefill pool is on one node and the decode pool on another, while a third node answers. An
+// engine of each pool is killed under load and starts again in its place; then each node is killed. Every text
+// is that of an unbroken run.
 func TestPairsOverTwoNodes(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {
@@ -81,11 +40,16 @@ func TestPairsOverTwoNodes(t *testing.T) {
 		{"--roles", "worker,ingress", "--labels", "pool=prefill"},
 		{"--roles", "worker,ingress", "--labels", "pool=decode"},
 	})
-	c.Expect(harness.NodeFails, harness.PairsFail, harness.RequestsFail)
+	c.Expect(harness.NodeFails, harness.PairsFail, harness.RequestsFail, harness.StreamBreaks)
 	label := func(pool string) string { return ", resources: {labels: {pool: " + pool + "}}" }
 	c.All[0].Want(launchedPairs(2, 2, "decide: always", label("prefill"), label("decode")))
-	ready := func() client.AppStatus {
+	ready := func(restarted ...string) client.AppStatus {
 		return c.WaitApp("pd", "RUNNING, all pairs have met", func(st *client.AppStatus) error {
+			for _, unit := range restarted {
+				if k := unitsOf(st)[unit]; k.Epoch != 2 {
+					return fmt.Errorf("%s: %s at epoch %d", unit, k.Phase, k.Epoch)
+				}
+			}
 			if st.Status != "RUNNING" {
 				return fmt.Errorf("%s: %s", st.Status, st.Message)
 			}
@@ -93,12 +57,22 @@ func TestPairsOverTwoNodes(t *testing.T) {
 		})
 	}
 	st := ready()
-	for pool, node := range map[string]string{"prefill": "b", "decode": "c"} {
-		for unit, k := range poolRanks(&st, pool) {
-			assert.Equal(t, node, k.Node, unit)
-		}
+	for unit, k := range unitsOf(&st) {
+		want := map[bool]string{true: "b", false: "c"}[strings.HasPrefix(unit, "pd.prefill/")]
+		assert.Equal(t, want, k.Node, unit)
 	}
 	const clients = 16
+	l := startPairLoad(t, known, clients, c.All[0].HTTP)
+	l.more(t, 40, "remote")
+	for _, pool := range []string{"prefill", "decode"} {
+		unit := "pd." + pool + "/0/1"
+		victim := unitsOf(&st)[unit]
+		require.NotZero(t, victim.PID, "%+v", st.Units)
+		require.NoError(t, syscall.Kill(victim.PID, syscall.SIGKILL))
+		st = ready(unit)
+		l.more(t, 40, "remote")
+	}
+	l.check(t, clients)
 	for _, name := range []string{"b", "c"} {
 		l := startPairLoad(t, known, clients, c.All[0].HTTP)
 		l.more(t, 40, "remote")
@@ -124,10 +98,12 @@ func TestPairsOverTwoNodes(t *testing.T) {
 		l.refused = nil
 		l.check(t, clients)
 	}
-	for _, pool := range []string{"prefill", "decode"} {
-		for unit, k := range poolRanks(&st, pool) {
-			assert.EqualValues(t, 2, k.Epoch, unit)
+	for unit, k := range unitsOf(&st) {
+		want := uint64(2)
+		if strings.HasSuffix(unit, "/1") {
+			want++
 		}
+		assert.Equal(t, want, k.Epoch, "%s: each end is one restart", unit)
 	}
 	c.AllQuiet()
 }

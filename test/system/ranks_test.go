@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"net/http"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -86,7 +85,8 @@ func requireDead(t *testing.T, r *harness.Real, pids []int) {
 	}
 }
 
-// RG9: engines that ignore SIGTERM, and a front process whose child lives on with its ports.
+// RG9: engines that ignore SIGTERM, a front process whose child lives on with its ports, and workers that
+// outlive their engine are gone after a delete.
 func TestRG9StubbornEngines(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t, "--timers", "kill_grace=500ms")
@@ -112,17 +112,12 @@ func TestRG9StubbornEngines(t *testing.T) {
 		assert.False(t, harness.Alive(pid), "no start before process %d has ended", pid)
 	}
 	r.Delete("orphan")
-	assert.Empty(t, r.Children(), "no process is left")
-}
 
-// A kill -9 of dpserve leaves no engine behind that may not wait for the next process.
-func TestKillNineLeavesNoProcess(t *testing.T) {
-	t.Parallel()
-	r := harness.Start(t, "--orphan-timeout", "0")
-	r.Deploy(simApp("a", 4, "lockstep", ""))
-	st := r.WaitStatus("a", "RUNNING")
-	require.Len(t, pids(st), 4)
-	r.Signal(syscall.SIGKILL)
-	<-r.Exited()
-	requireDead(t, r, pids(st))
+	r.Deploy(stubApp(t, "workers", "vllm", t.TempDir(), "", "STUB_DO: workers",
+		"data_parallel: {dp_size: 2, coupling: independent}\n    resources: {gpus: 0}"))
+	st = r.WaitStatus("workers", "RUNNING")
+	all := append(pids(st), r.Children()...)
+	r.Delete("workers")
+	requireDead(t, r, all)
+	assert.Empty(t, r.Children(), "no process is left")
 }

@@ -9,9 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
-	"strconv"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -104,28 +102,6 @@ func TestCC6Up(t *testing.T) {
 	assert.Equal(t, 0, r.ExitCode(), r.Output())
 }
 
-// A second Ctrl-C stops at once, also with a stream that would take minutes.
-func TestUpSecondInterrupt(t *testing.T) {
-	t.Parallel()
-	file := filepath.Join(t.TempDir(), "app.yaml")
-	require.NoError(t, os.WriteFile(file, []byte(simApp("slow", 2, "independent", "sim_step_ms: 500")),
-		0o600))
-	r := harness.Run(t, "up", file)
-	r.Expect(harness.StreamBreaks)
-	upServes(t, r)
-	done := make(chan *harness.Stream, 1)
-	go func() { done <- r.StreamChat(t.Context(), "slow", "hi", 5000) }()
-	time.Sleep(1500 * time.Millisecond) // let the stream begin; nothing depends on it
-	kids := r.Children()
-	r.Signal(os.Interrupt)
-	time.Sleep(300 * time.Millisecond)
-	r.Signal(os.Interrupt)
-	r.ExitCode()
-	requireDead(t, r, kids)
-	s := <-done
-	assert.False(t, s.Done, "a cut stream does not look complete: %v", s)
-}
-
 // CC13: `up --attach` puts one endpoint in front of engines that already run; one dies and returns.
 func TestUpAttach(t *testing.T) {
 	t.Parallel()
@@ -176,43 +152,6 @@ func TestUpAttach(t *testing.T) {
 	for _, e := range engines {
 		assert.True(t, harness.Alive(e.PID), "an attached engine is not stopped")
 	}
-}
-
-// CC13: `up --attach` sees that two engines are ranks of one lockstep group, whatever their order, and says
-// so. When one of them dies, the other gets no requests either, until both answer again.
-func TestUpAttachLockstepGroup(t *testing.T) {
-	t.Parallel()
-	meeting := ports.TakeAddr(t)
-	_, rpc, err := net.SplitHostPort(meeting)
-	require.NoError(t, err)
-	addrs := []string{ports.TakeAddr(t), ports.TakeAddr(t)}
-	var engines []*harness.Real
-	for rank, addr := range addrs {
-		_, port, err := net.SplitHostPort(addr)
-		require.NoError(t, err)
-		engines = append(engines, harness.Run(t, "engine", "sim", "--host", "127.0.0.1", "--port", port,
-			"--served-model-name", "attached", "--sim-step-ms", "1", "--data-parallel-size", "2",
-			"--data-parallel-rank", strconv.Itoa(rank), "--data-parallel-address", "127.0.0.1",
-			"--data-parallel-rpc-port", rpc))
-	}
-	for _, a := range addrs {
-		waitHealthy(t, a)
-	}
-	r := harness.Run(t, "up", "--attach", "http://"+addrs[1]+",http://"+addrs[0])
-	r.Expect(harness.EngineFails, harness.RequestRefused)
-	upServes(t, r)
-	assert.Contains(t, r.Output(), "ranks 0, 1 of one lockstep group")
-	assert.Contains(t, r.Output(), "dp_size: 2\n      coupling: lockstep")
-	assert.Less(t, strings.Index(r.Output(), `- url: "http://`+addrs[0]),
-		strings.Index(r.Output(), `- url: "http://`+addrs[1]), "rank 0 comes first")
-	for range 10 {
-		assert.True(t, r.StreamChat(t.Context(), "attached", "hi", 3).OK())
-	}
-	require.NoError(t, syscall.Kill(engines[1].PID, syscall.SIGKILL))
-	waitOutput(t, r, regexp.MustCompile(`attached/0 does not answer`))
-	r.Quiet()
-	r.Signal(os.Interrupt)
-	assert.Equal(t, 0, r.ExitCode())
 }
 
 func waitHealthy(t *testing.T, addr string) {

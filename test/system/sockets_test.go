@@ -80,7 +80,8 @@ func kvLive(r *harness.Real, app string, ranks int) {
 	}, "events of every rank")
 }
 
-// listening are the local addresses of the sockets that a process listens on, HOST:PORT, by /proc.
+// listening are the TCP ports that a process listens on, by /proc. All of its sockets are on loopback, UDP
+// too.
 func listening(t *testing.T, pid int) map[int]bool {
 	t.Helper()
 	inodes := map[string]bool{}
@@ -93,17 +94,21 @@ func listening(t *testing.T, pid int) map[int]bool {
 		}
 	}
 	out := map[int]bool{}
-	for _, file := range []string{"/proc/net/tcp", "/proc/net/tcp6"} {
+	for _, file := range []string{"/proc/net/tcp", "/proc/net/tcp6", "/proc/net/udp", "/proc/net/udp6"} {
 		b, err := os.ReadFile(file)
 		if err != nil {
 			continue
 		}
 		for line := range strings.SplitSeq(string(b), "\n") {
 			f := strings.Fields(line)
-			if len(f) < 10 || !inodes[f[9]] || f[3] != "0A" {
+			tcp := strings.Contains(file, "tcp")
+			if len(f) < 10 || !inodes[f[9]] || tcp && f[3] != "0A" {
 				continue
 			}
-			assert.True(t, loopbackHex(f[1]), "process %d listens on %s", pid, f[1])
+			assert.True(t, loopbackHex(f[1]), "process %d listens on %s of %s", pid, f[1], file)
+			if !tcp {
+				continue
+			}
 			_, text, _ := strings.Cut(f[1], ":")
 			port, err := strconv.ParseInt(text, 16, 32)
 			require.NoError(t, err)
@@ -113,8 +118,22 @@ func listening(t *testing.T, pid int) map[int]bool {
 	return out
 }
 
-// SP12 and KV8 on real sockets: the event sockets of a group of four. None leaves the machine, what strangers
-// write into them changes nothing, and what one rank publishes is its own.
+// loopbackHex reads the local address of /proc/net/tcp.
+func loopbackHex(addr string) bool {
+	host, _, _ := strings.Cut(addr, ":")
+	var ip net.IP
+	for i := 0; i+8 <= len(host); i += 8 {
+		var b [4]byte
+		if _, err := fmt.Sscanf(host[i:i+8], "%02x%02x%02x%02x", &b[3], &b[2], &b[1], &b[0]); err != nil {
+			return false
+		}
+		ip = append(ip, b[:]...)
+	}
+	return ip.IsLoopback()
+}
+
+// SP1, SP12: every socket of a node and of the engines of a group of four is on loopback. What strangers write
+// into those of the events changes nothing, and what one rank publishes is its own.
 func TestSP12EventSockets(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)
