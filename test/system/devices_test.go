@@ -105,9 +105,9 @@ const bridges = "\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity\n" +
 	"GPU0\t X \tSYS\tNV4\tSYS\t0-7\t0\nGPU1\tSYS\t X \tSYS\tNV4\t0-7\t0\n" +
 	"GPU2\tNV4\tSYS\t X \tSYS\t8-15\t1\nGPU3\tSYS\tNV4\tSYS\t X \t8-15\t1\n"
 
-// HF77: GPUs are found and shown, and ranks get close ones. Ranks that share a device see it and get their part
-// of its memory; one that is started again does not wait for what the others hold. Nodes and status show the
-// shares. An engine that uses a device without a grant is named.
+// HF77: GPUs are found and shown, and ranks get close ones. Ranks that share a device see it and get their
+// part of its memory; one that is started again does not wait for what the others hold. Nodes and status
+// show the shares. An engine that uses a device without a grant is named.
 func TestDevices(t *testing.T) {
 	s := newSMI(t)
 	s.prints("topo", bridges)

@@ -16,8 +16,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// CC16: SIGTERM to `start` while a stream runs: the stream ends whole, the exit code is 0, and no engine lives
-// on. A second Ctrl-C to `up` stops at once, also with a stream that would take minutes.
+// CC16: SIGTERM to `start` while a stream runs: the stream ends whole, the exit code is 0, and no engine
+// lives on. A second Ctrl-C to `up` stops at once, also with a stream that would take minutes.
 func TestCC16SignalsBesideAStream(t *testing.T) {
 	t.Parallel()
 	yaml := strings.Replace(simApp("slow", 2, "independent", "sim_step_ms: 20"),

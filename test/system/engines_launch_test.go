@@ -204,7 +204,7 @@ func TestBadEngines(t *testing.T) {
 		"garbage":    {"garbage", isNone, ""},
 		"not-found":  {"not-found", isNone + ": /health answered 418", ""},
 		"wrong-port": {"wrong-port=" + other, "it answers on port " + other, ""},
-		"missing":    {"", "there is no program no-such-vllm on this node; install it", ""},
+		"missing":    {"none", "there is no program no-such-vllm on this node; install it", ""},
 	}
 	for name, c := range rows {
 		app := stubApp(t, name, "vllm", t.TempDir(), "", "STUB_DO: "+c.do,

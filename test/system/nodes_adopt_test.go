@@ -128,8 +128,8 @@ func TestEN2EnginesOutliveTheirNode(t *testing.T) {
 	c.Running("wide")
 }
 
-// restartsWithAnotherBinary puts the next version at the path of a node's program, and asks the node to restart
-// under load. Streams are not cut, and no node warns.
+// restartsWithAnotherBinary puts the next version at the path of a node's program, and asks the node to
+// restart under load. Streams are not cut, and no node warns.
 func restartsWithAnotherBinary(t *testing.T, c *harness.Members, w *harness.Member, program string,
 	adopted func(),
 ) {

@@ -11,10 +11,11 @@ import (
 )
 
 // HF22, HF66: Two of three control nodes are gone for good. `dpserve recover` makes the third one the only
-// voter: the worker finds it and keeps its engines, deploys work, and a lost node that comes back with its old
-// log ends. Then the only control node comes back under another address, and only the node itself can announce
-// it. A worker that runs follows it there; one that was off meanwhile finds it by the gossip, as its own copy
-// of the state has the old address; and one that moved as well is told by the address of a join.
+// voter: the worker finds it and keeps its engines, deploys work, and a lost node that comes back with its
+// old log ends. Then the only control node comes back under another address, and only the node itself can
+// announce it. A worker that runs follows it there; one that was off meanwhile finds it by the gossip, as
+// its own copy of the state has the old address; and one that moved as well is told by the address of a
+// join.
 func TestTheLastControlNodeIsRecoveredAndMoves(t *testing.T) {
 	t.Parallel()
 	control := []string{"--roles", "control,ingress"}

@@ -27,8 +27,8 @@ func launchedPairs(prefills, decodes int, disaggregation, prefillMore, decodeMor
 }
 
 // PD6, PD32: The prefill pool is on one node and the decode pool on another, while a third node answers. An
-// engine of each pool is killed under load and starts again in its place; then each node is killed. Every text
-// is that of an unbroken run.
+// engine of each pool is killed under load and starts again in its place; then each node is killed. Every
+// text is that of an unbroken run.
 func TestPairsOverTwoNodes(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {

@@ -132,8 +132,8 @@ func loopbackHex(addr string) bool {
 	return ip.IsLoopback()
 }
 
-// SP1, SP12: every socket of a node and of the engines of a group of four is on loopback. What strangers write
-// into those of the events changes nothing, and what one rank publishes is its own.
+// SP1, SP12: every socket of a node and of the engines of a group of four is on loopback. What strangers
+// write into those of the events changes nothing, and what one rank publishes is its own.
 func TestSP12EventSockets(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)

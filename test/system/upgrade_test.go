@@ -143,10 +143,10 @@ func (u *upgrade) sameStates() {
 	})
 }
 
-// MB6: a worker first, whose events the old leader does not know, then the control nodes. What the next version
-// adds is refused while an old control node is there, and used when there is none; old workers and ingresses
-// follow a state with a field that they do not know. A control node goes back to the old version before that,
-// and is refused behind it.
+// MB6: a worker first, whose events the old leader does not know, then the control nodes. What the next
+// version adds is refused while an old control node is there, and used when there is none; old workers and
+// ingresses follow a state with a field that they do not know. A control node goes back to the old version
+// before that, and is refused behind it.
 func TestMB6Upgrade(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {
