@@ -47,6 +47,9 @@ const (
 	FirstToken  // no first token in time
 	StoodStill  // this process stood still meanwhile
 	KVFailure   // a decode leg whose prompt another rank computed ended without a first byte
+	// NotContinued: the engine was to go on with an answer that the client has the beginning of, and began
+	// another one. After the first byte, too.
+	NotContinued
 
 	// After the first byte.
 
@@ -115,6 +118,7 @@ type Row struct {
 
 	Own   string // code of dpserve's own answer at the end
 	Begun string // code of the error event that ends a stream; "": the stream ends as the engine says
+	Moves bool   // a stream that ends so may go on from another rank
 	Done  Outcome
 }
 
@@ -156,7 +160,7 @@ var Causes = [numCauses]Row{
 
 	Unreachable: {
 		Name: "node_unreachable", Again: Other, Cost: Refusal, Own: noReadyRank, Begun: upstreamLost,
-		Done: DoneFailed,
+		Moves: true, Done: DoneFailed,
 	},
 	ConnRefused: {
 		Name: "connection_refused", Again: Other, Cost: Run, Probe: true, Own: upstreamFailed,
@@ -169,7 +173,7 @@ var Causes = [numCauses]Row{
 	},
 	UnitLost: {
 		Name: "unit_lost", Again: Other, Cost: Run, Death: true, Unit: true, Own: upstreamFailed,
-		Begun: upstreamLost, Done: DoneCancelled,
+		Begun: upstreamLost, Moves: true, Done: DoneCancelled,
 	},
 	Malformed: {
 		Name: "malformed_answer", Again: Other, Cost: Run, Pays: true, Charge: true, Own: upstreamFailed,
@@ -211,12 +215,18 @@ var Causes = [numCauses]Row{
 	KVFailure: {
 		Name: "kv_failure", Again: Any, Cost: Run, Words: true, Own: upstreamFailed, Done: DoneCancelled,
 	},
+	NotContinued: {
+		Name: "not_continued", Own: upstreamFailed, Begun: upstreamLost, Done: DoneCancelled,
+	},
 
 	UpstreamLost: {
-		Name: "upstream_lost", Charge: true, Probe: true, Own: upstreamFailed, Begun: upstreamLost,
+		Name: "upstream_lost", Charge: true, Death: true, Probe: true, Unit: true, Own: upstreamFailed,
+		Begun: upstreamLost, Moves: true, Done: DoneFailed,
+	},
+	Stalled: { // it is fenced
+		Name: "stalled", Death: true, Unit: true, Own: upstreamFailed, Begun: stalled, Moves: true,
 		Done: DoneFailed,
 	},
-	Stalled:    {Name: "stalled", Own: upstreamFailed, Begun: stalled, Done: DoneFailed}, // it is fenced
 	Silent:     {Name: "silent_stream", Own: upstreamFailed, Begun: stalled, Done: DoneFailed},
 	ErrorEvent: {Name: "error_event", Probe: true, Own: upstreamFailed, Done: DoneFailed},
 
@@ -225,7 +235,7 @@ var Causes = [numCauses]Row{
 	Deadline: {
 		Name: "deadline_exceeded", Own: deadlineOver, Begun: deadlineOver, Done: DoneCancelled,
 	},
-	Drained: {Name: "drained", Own: noReadyRank, Begun: drained, Done: DoneCancelled},
+	Drained: {Name: "drained", Own: noReadyRank, Begun: drained, Moves: true, Done: DoneCancelled},
 	GivenUp: {Name: "given_up", Own: noReadyRank, Done: DoneCancelled},
 }
 

@@ -172,6 +172,7 @@ type fakeLeg struct {
 	isOver   bool // the engine knows that nobody waits
 	isFaulty bool // what happens to it is its rank's fault
 	isError  bool // what it answers is an error
+	isPassed bool // the client has the beginning of its answer
 	text     int
 	inbox    []Event // that the proxy has not read
 }
@@ -213,7 +214,12 @@ func (r *fakeRank) kill() {
 		if w.hides {
 			cause = ConnRefused
 		}
-		l.tell(w.between(0, 20*time.Millisecond), Event{Kind: EvEnded, Cause: cause})
+		if l.isPassed {
+			cause = UpstreamLost
+		}
+		l.tell(w.between(0, 20*time.Millisecond), Event{
+			Kind: EvEnded, Cause: cause, CanContinue: !w.isBlind && w.chance(70),
+		})
 		l.isOver = true
 	}
 	r.legs, r.order = map[*fakeLeg]bool{}, nil
@@ -478,6 +484,7 @@ func (f *flight) do(cmd *Command) {
 		if l.isError {
 			break
 		}
+		l.isPassed = true
 		w.passed++
 		if l.text != f.prompt {
 			w.wrong++

@@ -22,6 +22,7 @@ type history struct {
 	deaths   int
 	diedUnit uint64 // of the first death
 	redone   bool   // the prefill was done again, which happens once
+	moves    int    // of the begun answer to another rank, without a death
 
 	charged     Ended // the one failure that counts towards a rank's trip; zero: none does
 	chargedSide Side
@@ -88,11 +89,33 @@ func (h *history) record(cfg *Config, s Side, ev *Event) (charge bool) {
 		h.same = Ended{ev.Cause, ev.Rank, ev.Text}
 	}
 	h.remember(ev)
+	h.countDeath(ev)
+	return h.charge(s, ev)
+}
+
+// countDeath counts an engine that died while it had the request.
+func (h *history) countDeath(ev *Event) {
 	if ev.isDeath() && (h.deaths == 0 || h.diedUnit != ev.Unit) {
 		h.deaths++
 		h.diedUnit = ev.Unit
 	}
-	return h.charge(s, ev)
+}
+
+// maxMoves is how often an answer that has begun goes on from another rank because its rank drains or cannot
+// be reached.
+const maxMoves = 2
+
+// mayContinue reports whether an answer that broke goes on from another rank. A request under which two
+// engines died, whether or not their answers had begun, is not sent to a third one.
+func (h *history) mayContinue(ev *Event) bool {
+	if !ev.CanContinue || !ev.Cause.Row().Moves {
+		return false
+	}
+	if h.countDeath(ev); ev.isDeath() {
+		return h.deaths < 2
+	}
+	h.moves++
+	return h.moves <= maxMoves
 }
 
 // charge reports whether an end counts towards its rank's trip: one end of a request does.

@@ -1,6 +1,10 @@
 package dispatch
 
-import "cmp"
+import (
+	"cmp"
+
+	"github.com/dpserve/dpserve/routing"
+)
 
 // onPick takes the ranks that were picked. An answer to a pick that is not under way any more is undone.
 func (p *Plan) onPick(ev *Event) {
@@ -278,7 +282,10 @@ func (p *Plan) askAgain() {
 // the transfer's.
 func (p *Plan) passesError(ev *Event) bool {
 	row := ev.Cause.Row()
-	if p.remote {
+	switch {
+	case p.begun: // the client has another status
+		return false
+	case p.remote:
 		return row.Again == Nobody
 	}
 	return ev.IsSpent || p.again(ev) == Nobody || row.Words && row.Cost == Run && p.runs+1 >= p.cfg.Attempts
@@ -292,7 +299,7 @@ func (p *Plan) pass() {
 	if l.isError {
 		return
 	}
-	p.read = true
+	p.read, p.begun = true, true
 	p.discard()
 	if s := p.legs[Prefill].state; s == legAnswered || s == legIdle {
 		p.release(Prefill, OK, false)
@@ -316,6 +323,8 @@ func (p *Plan) onStream(ev *Event) {
 	p.suspect(ev)
 	p.release(Decode, ev.Cause, charge)
 	switch {
+	case p.mayContinue(ev):
+		p.continueStream(ev)
 	case ev.Cause == ClientGone, ev.Cause == SlowReader:
 		p.end(AnswerNone, ev.Cause, ResultClientGone)
 	case ev.Cause == Deadline:
@@ -329,6 +338,15 @@ func (p *Plan) onStream(ev *Event) {
 	default:
 		p.end(AnswerStreamLost, ev.Cause, ResultStreamLost)
 	}
+}
+
+// continueStream asks other ranks for the rest of an answer. After a death that costs the retry budget if it
+// has to wait for room; a drain is wanted, and moves every stream once.
+func (p *Plan) continueStream(ev *Event) {
+	p.release(Prefill, GivenUp, false)
+	p.exclude(Decode, ev)
+	p.remote, p.read, p.redone, p.bereft, p.unlike = false, false, false, false, [2]routing.RankRef{}
+	p.choose(!p.cfg.IsAlone, true, ev.isDeath())
 }
 
 // onRemoteEnded handles a decode leg that ended without a first byte, though a prefill rank had computed its

@@ -58,6 +58,7 @@ type Event struct {
 	EngineFailed bool // EvFenced, UnitLost: because its engine failed
 	IsLost       bool // the rank serves no longer: what it did counts against nobody
 	IsSpent      bool // EvAnswered, EvEnded: the body was passed on as it came, and cannot be sent again
+	CanContinue  bool // EvEnded: what the client has of the answer is kept, so that another rank may go on
 }
 
 // CommandKind is the closed list of what a Plan asks of its shell.

@@ -65,6 +65,7 @@ type Plan struct {
 	bereft  bool // the engine of one leg has died, and the other leg is heard for a moment: lastWords
 	way     Way
 	read    bool               // the decode rank has the prompt
+	begun   bool               // the client has the beginning of the answer
 	attempt uint32             // of a pair
 	params  uint64             // of the prefill leg that is done; 0 = none
 	fence   Fence              // of params
@@ -391,6 +392,9 @@ func (p *Plan) end(a AnswerKind, why Cause, r Result) {
 		return
 	}
 	p.ended = true
+	if p.begun && a != AnswerNone && a != AnswerDeadline {
+		a, r = AnswerStreamLost, ResultStreamLost
+	}
 	p.cancelPick()
 	p.release(Decode, GivenUp, false)
 	p.release(Prefill, GivenUp, false)

@@ -124,6 +124,8 @@ func (s *script) event(words []string) Event {
 			ev.IsSpent = true
 		case w == "lost":
 			ev.IsLost = true
+		case w == "continuable":
+			ev.CanContinue = true
 		default:
 			ev.Cause = causeOf(s.t, w)
 		}

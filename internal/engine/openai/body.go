@@ -48,7 +48,8 @@ type scanning struct {
 	rawModel      Span   // value of model as written
 	template      []Span // members that decide with the prompt what its tokens are
 	prompts       int
-	maxCompletion bool // MaxTokens is max_completion_tokens
+	pinned        string // see WhyPinned; "" if no member says so
+	maxCompletion bool   // MaxTokens is max_completion_tokens
 	fields        []field
 	decoded       []byte // decoded keys that had escapes
 	model         []byte // decoded model that had escapes
@@ -269,6 +270,9 @@ func (b *Body) read(s *scanner, key []byte, i int) (end int, err error) {
 
 // readOption reads the fields of the generating routes.
 func (b *Body) readOption(key, raw []byte) error {
+	if why := whyPinned(key, raw); why != "" {
+		b.pinned = why
+	}
 	switch string(key) {
 	case "stream":
 		return b.readStream(raw)

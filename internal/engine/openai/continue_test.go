@@ -1,0 +1,382 @@
+package openai
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+func scanFor(t *testing.T, route Route, body string) *Body {
+	t.Helper()
+	var b Body
+	require.NoError(t, b.Scan(route, []byte(body)), body)
+	return &b
+}
+
+// TestWhyPinned: which requests only the engine can finish that began to answer them.
+func TestWhyPinned(t *testing.T) {
+	const chat = `"messages":[{"role":"user","content":"a"}],"stream":true`
+	for member, want := range map[string]string{
+		`"temperature":0,"seed":7,"stop":["x"],"max_tokens":9,"logit_bias":{"1":2}`: "",
+		`"tools":[],"response_format":{"type":"text"},"logprobs":false,"n":1`:       "",
+		`"presence_penalty":0.0,"repetition_penalty":1.0,"frequency_penalty":null`:  "",
+		`"continue_final_message":false,"add_generation_prompt":true`:               "",
+		`"tools":[{"type":"function"}]`:                                             "tools",
+		`"response_format":{"type":"json_object"}`:                                  "response_format",
+		`"response_format":"text"`:                                                  "response_format",
+		`"guided_json":{"type":"object"}`:                                           "grammar",
+		`"structured_outputs":{"regex":"a"}`:                                        "grammar",
+		`"regex":"a+"`:                                                              "grammar",
+		`"logprobs":true`:                                                           "logprobs",
+		`"logprobs":0`:                                                              "logprobs",
+		`"top_logprobs":3`:                                                          "logprobs",
+		`"return_token_ids":true`:                                                   "logprobs",
+		`"echo":true`:                                                               "echo",
+		`"use_beam_search":true`:                                                    "beam_search",
+		`"n":2`:                                                                     "several choices",
+		`"best_of":2`:                                                               "several choices",
+		`"presence_penalty":0.1`:                                                    "penalties",
+		`"repetition_penalty":1.1`:                                                  "penalties",
+		`"bad_words":["a"]`:                                                         "bad_words",
+		`"continue_final_message":true,"add_generation_prompt":false`:               "continues already",
+	} {
+		assert.Equal(t, want, scanFor(t, Chat, `{`+chat+`,`+member+`}`).WhyPinned(), member)
+	}
+	picture := `{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"u"}}]}]}`
+	assert.Equal(t, "images", scanFor(t, Chat, picture).WhyPinned())
+	assert.Empty(t, scanFor(t, Completions, `{"prompt":"a"}`).WhyPinned())
+	assert.Empty(t, scanFor(t, Completions, `{"prompt":["a"]}`).WhyPinned())
+	assert.Equal(t, "token ids", scanFor(t, Completions, `{"prompt":[1,2]}`).WhyPinned())
+	assert.Equal(t, "several choices", scanFor(t, Completions, `{"prompt":["a","b"]}`).WhyPinned())
+	assert.Equal(t, "suffix", scanFor(t, Completions, `{"prompt":"a","suffix":"b"}`).WhyPinned())
+	assert.Equal(t, "route", scanFor(t, Tokenize, `{"prompt":"a"}`).WhyPinned())
+}
+
+// TestAppendContinued: the body that asks for the rest of an answer.
+func TestAppendContinued(t *testing.T) {
+	for _, c := range []struct {
+		route      Route
+		body, want string
+		err        error
+	}{
+		{
+			Chat, `{"model":"m","messages":[{"role":"user","content":"a"}], "max_tokens":10,"seed":3}`,
+			`{"model":"m","messages":[{"role":"user","content":"a"},` +
+				`{"role":"assistant","content":"x\"\ny"}], ` +
+				`"max_tokens":7,"seed":3,"continue_final_message":true,"add_generation_prompt":false}`, nil,
+		},
+		{
+			Chat, `{"add_generation_prompt":true,"min_tokens":2,"continue_final_message":false,` +
+				`"messages":[{}] ,"max_completion_tokens":"4"}`,
+			`{"add_generation_prompt":false,"min_tokens":0,"continue_final_message":true,` +
+				`"messages":[{},{"role":"assistant","content":"x\"\ny"}] ,"max_completion_tokens":1}`, nil,
+		},
+		{
+			Completions, `{"prompt":"a\u0041","max_tokens":null,"max_tok\u0065ns2":1}`,
+			`{"prompt":"a\u0041x\"\ny","max_tokens":null,"max_tok\u0065ns2":1,"max_tokens":13}`, nil,
+		},
+		{Completions, `{"prompt": [ "a" ],"max_tokens":4}`, `{"prompt": [ "ax\"\ny" ],"max_tokens":1}`, nil},
+		{Chat, `{"messages":[{}],"max_tokens":3}`, "", errNoTokensLeft},
+		{Chat, `{"messages":[]}`, "", errNoPlace},
+		{Chat, `{"messages":"a"}`, "", errNoPlace},
+		{Completions, `{"prompt":["a","b"],"max_tokens":9}`, "", errNoPlace},
+		{Completions, `{"prompt":7,"max_tokens":9}`, "", errNoPlace},
+		{Completions, `{"max_tokens":9}`, "", errNoPlace},
+	} {
+		got, err := AppendContinued(nil, []byte(c.body), c.route, []byte("x\"\ny"), 3)
+		require.ErrorIs(t, err, c.err, c.body)
+		assert.Equal(t, c.want, string(got))
+	}
+}
+
+// FuzzAppendContinued: the body for the rest of an answer is one that Scan accepts, with the text at the end
+// of its prompt, and with nothing else changed but the members that have to be.
+func FuzzAppendContinued(f *testing.F) {
+	f.Add(true, []byte(`{"messages":[{"role":"user","content":"a"}],"max_tokens":10,"stop":"b"}`),
+		"text\n", 3)
+	f.Add(false, []byte(`{"prompt":["a\ud83d\ude00"],"min_tokens":7,"max_tokens":99}`), "\"\\", 0)
+	f.Fuzz(func(t *testing.T, isChat bool, body []byte, text string, tokens int) {
+		route := Completions
+		if isChat {
+			route = Chat
+		}
+		var b Body
+		if b.Scan(route, body) != nil || b.WhyPinned() != "" || tokens < 0 || tokens > maxMaxTokens {
+			return
+		}
+		got, err := AppendContinued([]byte("before"), body, route, []byte(text), tokens)
+		if err != nil {
+			return
+		}
+		got = bytes.TrimPrefix(got, []byte("before"))
+		require.NoError(t, b.Scan(route, got), string(got))
+		var was, is map[string]any
+		if json.Unmarshal(body, &was) != nil {
+			return
+		}
+		require.NoError(t, json.Unmarshal(got, &is))
+		text = strings.ToValidUTF8(text, "\ufffd")
+		if isChat {
+			list, _ := is["messages"].([]any)
+			last := map[string]any{"role": "assistant", "content": text}
+			if strings.ContainsRune(text, '\ufffd') {
+				delete(last, "content")
+				delete(list[len(list)-1].(map[string]any), "content")
+			}
+			assert.Equal(t, last, list[len(list)-1])
+			assert.Equal(t, was["messages"], list[:len(list)-1])
+			assert.Equal(t, true, is["continue_final_message"])
+			assert.Equal(t, false, is["add_generation_prompt"])
+		} else if s, ok := is["prompt"].(string); ok && !strings.ContainsRune(text, '\ufffd') {
+			assert.Equal(t, fmt.Sprint(was["prompt"], text), s)
+		}
+		for _, name := range []string{
+			"messages", "prompt", "max_tokens", "max_completion_tokens", "min_tokens",
+			"continue_final_message", "add_generation_prompt",
+		} {
+			delete(was, name)
+			delete(is, name)
+		}
+		assert.Equal(t, was, is)
+	})
+}
+
+func TestStops(t *testing.T) {
+	text := func(body string) string { return string(bytes.Join(Stops([]byte(body)), []byte("|"))) }
+	assert.Equal(t, "a\n", text(`{"stop":"a\n"}`))
+	assert.Equal(t, "a|b", text(`{"stop":["a",7,"b"]}`))
+	assert.Empty(t, text(`{"stop":null,"model":"stop"}`))
+}
+
+// data makes an event.
+func eventOf(data string) string { return "data: " + data + "\n\n" }
+
+func chatChunk(id, delta, finish string) string {
+	return eventOf(`{"id":"` + id + `","object":"chat.completion.chunk","created":1` + id + `,"model":"m` +
+		id + `","choices":[{"index":0,"delta":` + delta + `,"logprobs":null,"finish_reason":` + finish +
+		`}]}`)
+}
+
+func textPart(id, text string) string {
+	raw := AppendString([]byte(`{"content":`), text)
+	return chatChunk(id, string(raw)+"}", "null")
+}
+
+const doneLine = "data: [DONE]\n\n"
+
+// readAll reads the events of a first stream.
+func readAll(a *Answer, events ...string) {
+	a.Reset()
+	for _, e := range events {
+		a.Read([]byte(e))
+	}
+}
+
+// continueAll is what the client gets of the events of a second stream.
+func continueAll(a *Answer, events ...string) (string, error) {
+	var out []byte
+	for _, e := range events {
+		var err error
+		if out, err = a.AppendContinued(out, []byte(e)); err != nil {
+			return "", err
+		}
+	}
+	return string(out), nil
+}
+
+// TestAnswerRead: text and tokens of a stream, and what keeps it with its engine.
+func TestAnswerRead(t *testing.T) {
+	var a Answer
+	role := chatChunk("1", `{"role":"assistant","content":""}`, "null")
+	readAll(&a, ": ping\n\n", role, textPart("1", "Hi "), textPart("1", "th\"ere"), textPart("1", "\n"),
+		textPart("1", `\`), textPart("1", ""), chatChunk("1", `{"content":"."}`, `"stop"`), doneLine)
+	assert.True(t, a.MayGoOn())
+	assert.Equal(t, "Hi th\"ere\n\\.", string(a.Text))
+	assert.Equal(t, 6, a.Tokens, "with one that has no text yet")
+	for what, delta := range map[string]string{
+		"reasoning": `{"reasoning_content":"a"}`, "a tool call": `{"tool_calls":[{"index":0}]}`,
+		"parts": `{"content":[{"type":"text"}]}`,
+	} {
+		readAll(&a, textPart("1", "a"), chatChunk("1", delta, "null"), textPart("1", "a"))
+		assert.False(t, a.MayGoOn(), what)
+	}
+	for _, e := range []string{
+		`{"choices":[{"text":"a","logprobs":{"tokens":[]}}]}`, `{"choices":[{"text":"a"},{"text":"b"}]}`,
+		`{"choices":[{"text":"a","token_ids":[1]}]}`, `{"error":{"message":"a"}}`, `{`, `7`,
+	} {
+		readAll(&a, textPart("1", "a"), eventOf(e))
+		assert.False(t, a.MayGoOn(), e)
+	}
+	readAll(&a, role)
+	assert.False(t, a.MayGoOn(), "no text")
+	readAll(&a, eventOf(`{"choices":[{"text":"a"}]}`), eventOf(`{"choices":[{"text":" b"}]}`))
+	assert.Equal(t, "a b", string(a.Text))
+}
+
+// TestAnswerContinues: the events of a second engine become those of the first one's stream.
+func TestAnswerContinues(t *testing.T) {
+	usage := func(p, c, cached int) string {
+		return eventOf(fmt.Sprintf(`{"id":"2","choices":[],"usage":{"prompt_tokens":%d,"total_tokens":%d,`+
+			`"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}}`, p, p+c, c, cached))
+	}
+	long := "A text that is longer than the sixteen bytes. "
+	for name, c := range map[string]struct {
+		first, stops, events []string
+		sent                 string
+		tokens               int
+		want                 []string // nil: the engine does not go on
+	}{
+		"text": {
+			[]string{"Hi", " there"},
+			nil,
+			[]string{
+				chatChunk("2", `{"role":"assistant","content":""}`, "null"), textPart("2", " you"),
+				chatChunk("2", `{}`, `"stop"`), usage(12, 2, 9), doneLine,
+			},
+			"Hi there", 2,
+			[]string{
+				textPart("1", " you"), chatChunk("1", `{}`, `"stop"`),
+				`data: {"id":"1","choices":[],"usage":{"prompt_tokens":10,"total_tokens":14,` +
+					`"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":9}}}` + "\n\n", doneLine,
+			},
+		},
+		"the role beside the text": {
+			[]string{"Hi"},
+			nil,
+			[]string{
+				chatChunk("2", `{"role":"assistant","content":"a"}`, "null"),
+				chatChunk("2", `{"content":"b", "role":"assistant"}`, "null"),
+			},
+			"Hi", 1,
+			[]string{
+				chatChunk("1", `{"content":"a"}`, "null"), chatChunk("1", `{"content":"b"}`, "null"),
+			},
+		},
+		"white space comes again": {
+			[]string{"Hi", " ", "\n"},
+			nil,
+			[]string{textPart("2", " \n\n"), textPart("2", "a")},
+			"Hi", 1,
+			[]string{textPart("1", "\n"), textPart("1", "a")},
+		},
+		"other white space": {
+			[]string{"Hi", "\n\n"},
+			nil,
+			[]string{textPart("2", "\n"), textPart("2", "a")},
+			"Hi", 1,
+			[]string{textPart("1", "a")},
+		},
+		"no white space": {
+			[]string{"Hi\n"}, nil, []string{textPart("2", "a")}, "Hi", 1, []string{textPart("1", "a")},
+		},
+		"a stop string may have begun": {
+			[]string{"Hi", " E"},
+			[]string{"END", "x"},
+			[]string{textPart("2", " E"), textPart("2", "at")},
+			"Hi", 1,
+			[]string{textPart("1", "at")},
+		},
+		"it is one": {
+			[]string{"Hi ", "E"},
+			[]string{"END"},
+			[]string{chatChunk("2", `{"content":""}`, `"stop"`)},
+			"Hi", 1,
+			[]string{chatChunk("1", `{"content":""}`, `"stop"`)},
+		},
+		"it is none": {
+			[]string{"Hi ", "E"},
+			[]string{"END"},
+			[]string{textPart("2", " Eat")},
+			"Hi", 1,
+			[]string{textPart("1", "at")},
+		},
+		"other text in its place": {
+			[]string{"Hi ", "E"}, []string{"END"}, []string{textPart("2", " Run")}, "Hi", 1, nil,
+		},
+		"the answer from its beginning": {
+			[]string{long, "And so"},
+			nil,
+			[]string{textPart("2", long[:10]), textPart("2", long[10:])},
+			long + "And so", 2, nil,
+		},
+		"it only looks so": {
+			[]string{long, "And so"},
+			nil,
+			[]string{textPart("2", long[:10]), textPart("2", "b")},
+			long + "And so", 2,
+			[]string{textPart("1", long[:10]+"b")},
+		},
+		"it looks so to its end": {
+			[]string{long, "And so"},
+			nil,
+			[]string{
+				textPart("2", long[:10]), chatChunk("2", `{}`, `"stop"`),
+			},
+			long + "And so", 2,
+			[]string{
+				chatChunk("1", `{"content":"`+long[:10]+`"}`, `"stop"`),
+			},
+		},
+		"a text that repeats itself": {
+			[]string{long, long},
+			nil,
+			[]string{textPart("2", long)},
+			long + strings.TrimSpace(long), 2,
+			[]string{textPart("1", long)},
+		},
+		"another role": {
+			[]string{"Hi"},
+			nil,
+			[]string{chatChunk("2", `{"role":"user","content":"a"}`, "null")},
+			"Hi", 1, nil,
+		},
+		"a tool call": {
+			[]string{"Hi"},
+			nil,
+			[]string{chatChunk("2", `{"tool_calls":[{"index":0}]}`, "null")},
+			"Hi", 1, nil,
+		},
+		"no JSON": {[]string{"Hi"}, nil, []string{eventOf(`{"id":`)}, "Hi", 1, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var a Answer
+			var parts []string
+			for _, text := range c.first {
+				parts = append(parts, textPart("1", text))
+			}
+			readAll(&a, parts...)
+			var stops [][]byte
+			for _, s := range c.stops {
+				stops = append(stops, []byte(s))
+			}
+			sent, tokens := a.Continue(stops)
+			assert.Equal(t, c.sent, string(sent))
+			assert.Equal(t, c.tokens, tokens)
+			got, err := continueAll(&a, c.events...)
+			if c.want == nil {
+				require.ErrorIs(t, err, ErrAnotherAnswer)
+				return
+			}
+			require.NoError(t, err)
+			assert.Equal(t, strings.Join(c.want, ""), got)
+		})
+	}
+}
+
+// BenchmarkAnswerRead: a token of a stream whose text is kept.
+func BenchmarkAnswerRead(b *testing.B) {
+	var a Answer
+	event := []byte(textPart("1", " token"))
+	a.Reset()
+	b.ReportAllocs()
+	for b.Loop() {
+		if a.Read(event); len(a.Text) > 1<<16 {
+			a.Text = a.Text[:0]
+		}
+	}
+}
