@@ -1,10 +1,12 @@
 package controller
 
 import (
+	"slices"
 	"sync"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/lines"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -116,35 +118,27 @@ type Event struct {
 // ring keeps the last changes and wakes waiting callers.
 type ring struct {
 	mu      sync.Mutex
-	last    uint64
-	events  []Event // oldest first; cut to eventRing at twice that length
+	events  lines.Ring[Event]
 	changed chan struct{}
 }
 
-func newRing() *ring { return &ring{changed: make(chan struct{})} }
+func newRing() *ring {
+	return &ring{events: lines.Ring[Event]{Most: eventRing}, changed: make(chan struct{})}
+}
 
 func (r *ring) add(e Event) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.last++
-	e.Seq = r.last
-	r.events = append(r.events, e)
-	if len(r.events) == 2*eventRing {
-		r.events = append([]Event(nil), r.events[eventRing:]...)
-	}
+	e.Seq = r.events.Next() + 1
+	r.events.Add(e)
 }
 
 // since returns the kept events after seq.
 func (r *ring) since(seq uint64) []Event {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	kept := r.events[max(0, len(r.events)-eventRing):]
-	for i := range kept {
-		if kept[i].Seq > seq {
-			return append([]Event(nil), kept[i:]...)
-		}
-	}
-	return nil
+	kept, _ := r.events.From(seq)
+	return slices.Clone(kept)
 }
 
 func (r *ring) watch() <-chan struct{} {

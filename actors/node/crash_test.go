@@ -143,9 +143,10 @@ func TestLogsOfAllRanksAreMergedAndFollowed(t *testing.T) {
 		}))
 	require.Len(t, tail, 1)
 	assert.Equal(t, [...]any{1, "SIGTERM", uint64(1)}, [...]any{tail[0].Rank, tail[0].Text, tail[0].Epoch})
-	file, err := os.ReadFile(filepath.Join(r.dir, "logs", "demo.0.1.log"))
-	require.NoError(t, err)
-	assert.Contains(t, string(file), " stdout engine rank 1 on port ")
+	r.eventually("the file of a rank", func() bool { // the shim writes it
+		file, err := os.ReadFile(filepath.Join(r.dir, "logs", "demo.0.1.log"))
+		return err == nil && strings.Contains(string(file), " stdout engine rank 1 on port ")
+	})
 }
 
 // fakeNode is a node in its own process: it starts a unit, prints the process ids once it is ready, and

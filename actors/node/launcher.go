@@ -26,7 +26,10 @@ type LaunchOrder struct {
 	Devices      []int    `json:"devices,omitempty"`
 	Ports        []int    `json:"ports,omitempty"` // that the engine binds
 
-	Order *msg.StartRank `json:"order"` // what the node was told: the later process adopts the unit by it
+	Output string `json:"output,omitempty"` // the file of its output; "" = none
+
+	// Order is what the node was told: the later process adopts the unit by it.
+	Order *msg.StartRank `json:"order"`
 }
 
 // Found is an engine that an earlier process of this node left in its shim.

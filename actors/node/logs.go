@@ -3,17 +3,14 @@ package node
 import (
 	"context"
 	"log/slog"
-	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/engine/enginelog"
-	"github.com/dpserve/dpserve/internal/process"
+	"github.com/dpserve/dpserve/internal/lines"
 )
 
 // Bounds of the logs in memory.
@@ -37,20 +34,16 @@ type (
 	LogQuery = msg.LogQuery
 )
 
-// logStore holds the logs of a node's ranks, in memory and, by one writer per rank, in files.
-// They outlive units and restarts, because the lines before a crash are needed after it.
+// logStore holds the last lines of a node's ranks in memory. They outlive units and restarts, because the
+// lines before a crash are needed after it. The engines' shims write the files.
 type logStore struct {
-	dir string // "" = no files
+	dir string // of the files; "" = there are none
 	log *slog.Logger
-
-	done    chan struct{} // closed with the store
-	writers sync.WaitGroup
 
 	mu      sync.Mutex // never held during disk access
 	rings   map[logKey]*ring
 	bytes   int           // of rings
 	changed chan struct{} // closed and replaced at every line
-	closed  bool
 }
 
 type logKey struct {
@@ -59,28 +52,16 @@ type logKey struct {
 }
 
 func newLogStore(dir string, log *slog.Logger) *logStore {
-	return &logStore{
-		dir: dir, log: log, rings: map[logKey]*ring{}, changed: make(chan struct{}),
-		done: make(chan struct{}),
-	}
+	return &logStore{dir: dir, log: log, rings: map[logKey]*ring{}, changed: make(chan struct{})}
 }
 
 // ring holds the last lines of one rank.
 type ring struct {
 	key   logKey
 	app   string
-	lines []LogLine // oldest first
-	first uint64    // number of lines[0] since the ring began
-	bytes int
+	lines lines.Ring[LogLine]
 	last  time.Time
 	gone  time.Time // when the last engine had ended; zero: one runs, or starts
-	short bool      // the engine was told to end: once all lines are in the file, goneLines are enough
-
-	file    *diskfile.Log // used by the writer only; nil = none
-	written uint64        // number of the first line that is not in the file
-	writing bool          // the ring has a writer
-	failing bool          // the last write has failed
-	dropped bool          // no line follows
 }
 
 // open returns the two writers for a rank's engine at an epoch.
@@ -90,16 +71,16 @@ func (s *logStore) open(appName, unit string, rank int, epoch uint64) (stdout, s
 	key := logKey{unit, rank}
 	r := s.rings[key]
 	if r == nil {
-		r = &ring{key: key, app: appName, last: time.Now()}
-		if s.dir != "" {
-			name := strings.ReplaceAll(unit, "/", ".") + "." + strconv.Itoa(rank) + ".log"
-			r.file = &diskfile.Log{Path: filepath.Join(s.dir, name), Limit: logFileSize}
+		size := func(l *LogLine) int { return len(l.Text) }
+		r = &ring{
+			key: key, app: appName, last: time.Now(),
+			lines: lines.Ring[LogLine]{Most: ringLines, MostBytes: ringBytes, Size: size},
 		}
 		s.rings[key] = r
 		s.bytes += ownBytes
 		s.makeRoom()
 	}
-	r.gone, r.short = time.Time{}, false
+	r.gone = time.Time{}
 	return newLineWriter(s, r, epoch, streamOut), newLineWriter(s, r, epoch, streamError)
 }
 
@@ -120,8 +101,8 @@ func (s *logStore) makeRoom() {
 		switch {
 		case quietest != nil:
 			s.drop(quietest.key)
-		case len(largest.lines) > 1:
-			s.cut(largest, len(largest.lines)/2)
+		case largest.lines.Len() > 1:
+			s.keep(largest, (largest.lines.Len()+1)/2)
 		default:
 			return
 		}
@@ -129,57 +110,34 @@ func (s *logStore) makeRoom() {
 }
 
 // size is what a ring needs in memory.
-func (r *ring) size() int { return ownBytes + r.bytes + lineBytes*len(r.lines) }
+func (r *ring) size() int { return ownBytes + r.lines.Bytes() + lineBytes*r.lines.Len() }
 
-// cut drops the oldest lines of a ring. The caller holds mu.
-func (s *logStore) cut(r *ring, lines int) {
+// keep drops all but the newest lines of a ring. The caller holds mu.
+func (s *logStore) keep(r *ring, lines int) {
 	before := r.size()
-	for i := range lines {
-		r.bytes -= len(r.lines[i].Text)
-	}
-	// a copy: a part of the old slice would keep all of it
-	r.lines, r.first = slices.Clone(r.lines[lines:]), r.first+uint64(max(0, lines))
+	r.lines.Keep(lines)
 	s.bytes -= before - r.size()
 }
 
 // drop forgets a rank's lines. The caller holds mu.
 func (s *logStore) drop(key logKey) {
-	r := s.rings[key]
-	r.dropped = true
+	s.bytes -= s.rings[key].size()
 	delete(s.rings, key)
-	s.bytes -= r.size()
-	if !s.closed {
-		s.keep(r)
-	}
 }
 
-// retire notes that the engines of a unit have ended: their files are closed. If they were told to end, only
-// their last lines stay in memory. After a crash all stay.
+// retire notes that the engines of a unit have ended. If they were told to end, only their last lines stay.
+// After a crash all stay.
 func (s *logStore) retire(unit string, asked bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for key, r := range s.rings {
-		if key.unit == unit && r.gone.IsZero() {
-			r.gone, r.short = time.Now(), asked
-			s.finish(r)
+		if key.unit != unit || !r.gone.IsZero() {
+			continue
 		}
-	}
-}
-
-// finish has a ring's writer close the file, and shortens the ring if it has no file. The caller holds mu.
-func (s *logStore) finish(r *ring) {
-	switch {
-	case r.file == nil:
-		s.shorten(r)
-	case !s.closed:
-		s.keep(r)
-	}
-}
-
-// shorten drops what the ring of an ended engine does not need any more. The caller holds mu.
-func (s *logStore) shorten(r *ring) {
-	if r.short && !r.dropped && len(r.lines) > goneLines {
-		s.cut(r, len(r.lines)-goneLines)
+		r.gone = time.Now()
+		if asked {
+			s.keep(r, goneLines)
+		}
 	}
 }
 
@@ -193,20 +151,11 @@ func (s *logStore) add(w *lineWriter, text string) {
 		Text: text,
 	}
 	before := r.size()
-	r.lines, r.bytes, r.last = append(r.lines, line), r.bytes+len(text), line.At
-	drop := 0
-	for len(r.lines)-drop > ringLines || r.bytes > ringBytes && len(r.lines)-drop > 1 {
-		r.bytes -= len(r.lines[drop].Text)
-		drop++
-	}
-	clear(r.lines[:drop]) // their texts go now, the slice when it grows
-	r.lines, r.first = r.lines[drop:], r.first+uint64(drop)
-	if !r.dropped {
+	r.lines.Add(line)
+	r.last = line.At
+	if s.rings[r.key] == r {
 		s.bytes += r.size() - before
 		s.makeRoom()
-	}
-	if !s.closed {
-		s.keep(r)
 	}
 	close(s.changed)
 	s.changed = make(chan struct{})
@@ -221,7 +170,8 @@ func (s *logStore) last(unit string, rank int, epoch uint64, most int) []string 
 		return nil
 	}
 	var out []string
-	for _, l := range slices.Backward(r.lines) {
+	held, _ := r.lines.From(0)
+	for _, l := range slices.Backward(held) {
 		if l.Epoch != epoch || len(out) == most {
 			break
 		}
@@ -242,13 +192,13 @@ func (s *logStore) read(q *LogQuery, seen map[*ring]uint64) ([]LogLine, <-chan s
 			q.Rank >= 0 && r.key.rank != q.Rank {
 			continue
 		}
-		from := max(seen[r], r.first) - r.first
-		for _, l := range r.lines[from:] {
+		held, _ := r.lines.From(seen[r])
+		for _, l := range held {
 			if !l.At.Before(q.Since) {
 				out = append(out, l)
 			}
 		}
-		seen[r] = r.first + uint64(len(r.lines))
+		seen[r] = r.lines.Next()
 	}
 	slices.SortStableFunc(out, func(a, b LogLine) int { return a.At.Compare(b.At) })
 	return out, s.changed
@@ -282,7 +232,7 @@ func (n *Node) Logs(ctx context.Context, q LogQuery, emit func(LogLine) error) e
 
 // lineWriter takes one stream of an engine's output. One goroutine writes to it.
 type lineWriter struct {
-	process.LineWriter
+	lines.Writer
 	ring   *ring
 	epoch  uint64
 	stream string
@@ -300,5 +250,5 @@ func (w *lineWriter) Write(p []byte) (int, error) {
 	if w.start != nil {
 		_, _ = w.start.Write(p) // never fails
 	}
-	return w.LineWriter.Write(p)
+	return w.Writer.Write(p)
 }

@@ -2,24 +2,18 @@ package node
 
 import (
 	"fmt"
-	"io"
 	"log/slog"
 	"maps"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
-	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
-	"unicode/utf8"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-	"pgregory.net/rapid"
-
-	"github.com/dpserve/dpserve/internal/process"
 )
 
 func texts(s *logStore, q LogQuery) []string {
@@ -32,54 +26,6 @@ func texts(s *logStore, q LogQuery) []string {
 }
 
 func all() LogQuery { return LogQuery{Rank: -1} }
-
-// strings.Split is the oracle.
-func TestLinesAreTheSameHoweverTheyAreCutIntoWrites(t *testing.T) {
-	rapid.Check(t, func(r *rapid.T) {
-		text := rapid.StringMatching(`[a-zé\r\n]{0,60}`).Draw(r, "text")
-		s := newLogStore("", slog.New(slog.DiscardHandler))
-		w, _ := s.open("a", "u", 0, 1)
-		for rest := []byte(text); len(rest) > 0; {
-			n := rapid.IntRange(1, len(rest)).Draw(r, "n")
-			got, err := w.Write(rest[:n])
-			require.NoError(r, err)
-			require.Equal(r, n, got)
-			rest = rest[n:]
-		}
-		w.End()
-		want := strings.Split(text, "\n")
-		if want[len(want)-1] == "" {
-			want = want[:len(want)-1]
-		}
-		for i := range want {
-			want[i] = strings.TrimSuffix(want[i], "\r")
-		}
-		assert.Equal(r, append([]string{}, want...), texts(s, all()))
-	})
-}
-
-func TestTheRingIsBounded(t *testing.T) {
-	s := newLogStore("", slog.New(slog.DiscardHandler))
-	w, other := s.open("a", "u", 0, 1)
-	long := strings.Repeat("x", process.LineLimit+10)
-	_, _ = w.Write([]byte(long + "tail of the same line\nnext\n"))
-	got := texts(s, all())
-	require.Len(t, got, 2)
-	assert.Equal(t, [...]any{process.LineLimit, "next"}, [...]any{len(got[0]), got[1]})
-
-	for range ringLines {
-		_, _ = other.Write([]byte("y\n"))
-	}
-	assert.Len(t, texts(s, all()), ringLines)
-	for range 40 {
-		_, _ = w.Write([]byte(long + "\n"))
-	}
-	assert.LessOrEqual(t, s.rings[logKey{"u", 0}].bytes, ringBytes)
-	assert.LessOrEqual(t, len(texts(s, all())), ringBytes/process.LineLimit)
-	_, _ = w.Write([]byte{'a', 0xff, '\n'})
-	last := s.last("u", 0, 1, tailLines)
-	assert.Equal(t, "a�", last[len(last)-1])
-}
 
 func TestTailsKeepEpochsApart(t *testing.T) {
 	s := newLogStore("", slog.New(slog.DiscardHandler))
@@ -116,20 +62,6 @@ func fill(s *logStore, unit string, lines, length int) *lineWriter {
 	return w
 }
 
-// descriptors counts the files below a folder that this process has open; -1: this system does not tell.
-func descriptors(dir string) (n int) {
-	names, err := os.ReadDir("/proc/self/fd")
-	if err != nil {
-		return -1
-	}
-	for _, name := range names {
-		if to, err := os.Readlink("/proc/self/fd/" + name.Name()); err == nil && strings.HasPrefix(to, dir) {
-			n++
-		}
-	}
-	return n
-}
-
 // sum is what the rings of a store need, counted anew.
 func sum(s *logStore) (bytes int) {
 	for _, r := range s.rings {
@@ -138,37 +70,27 @@ func sum(s *logStore) (bytes int) {
 	return bytes
 }
 
-// Of 40 deployed and deleted applications the last lines stay for an hour, and no descriptor.
+// Of 40 deployed and deleted applications the last lines stay for an hour.
 func TestHF69DeletedApplicationsKeepTheirLastLines(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		dir := t.TempDir()
-		s := newLogStore(dir, slog.New(slog.DiscardHandler))
-		defer s.close()
+		s := newLogStore("", slog.New(slog.DiscardHandler))
 		none := func(string) bool { return false }
 		empty := s.bytes
 		crashed := fill(s, "crashed/0", 2*ringLines, 200)
-		synctest.Wait()
 		s.retire("crashed/0", false)
-		synctest.Wait()
-		assert.Len(t, crashed.ring.lines, ringLines, "the lines before a crash are needed")
+		assert.Equal(t, ringLines, crashed.ring.lines.Len(), "the lines before a crash are needed")
 		for i := range 40 {
 			unit := fmt.Sprintf("app-%d/0", i)
 			fill(s, unit, 9000/40, 200) // the rest is the same
 			s.retire(unit, true)
-			synctest.Wait()
 		}
-		assert.LessOrEqual(t, descriptors(dir), 0)
 		assert.Len(t, texts(s, LogQuery{Unit: "app-7/0", Rank: -1}), goneLines)
 		assert.Equal(t, sum(s), s.bytes)
-		text, err := os.ReadFile(filepath.Join(dir, "app-7.0.0.log"))
-		require.NoError(t, err)
-		assert.Equal(t, 9000/40, strings.Count(string(text), "\n"), "the file has all lines")
 
 		s.forget(none)
-		synctest.Wait()
-		assert.Len(t, crashed.ring.lines, goneLines, "its application is deleted too")
+		assert.Equal(t, goneLines, crashed.ring.lines.Len(), "its application is deleted too")
 		again := fill(s, "app-3/0", 1, 1)
-		assert.Len(t, again.ring.lines, goneLines+1, "a rank that starts again has its lines")
+		assert.Equal(t, goneLines+1, again.ring.lines.Len(), "a rank that starts again has its lines")
 		time.Sleep(goneKept)
 		s.forget(none)
 		assert.Equal(t, []*ring{again.ring}, slices.Collect(maps.Values(s.rings)))
@@ -176,7 +98,6 @@ func TestHF69DeletedApplicationsKeepTheirLastLines(t *testing.T) {
 		time.Sleep(goneKept)
 		s.forget(none)
 		assert.Equal(t, empty, s.bytes)
-		assert.LessOrEqual(t, descriptors(dir), 0)
 	})
 }
 
@@ -205,125 +126,11 @@ func TestHF69LogsInMemoryAreBounded(t *testing.T) {
 	}
 }
 
-func TestLogFilesAreTurnedOver(t *testing.T) {
-	dir := filepath.Join(t.TempDir(), "logs")
-	s := newLogStore(dir, slog.New(slog.DiscardHandler))
-	w, _ := s.open("a", "a/0/1", 1, 1)
-	_, _ = w.Write([]byte("first\n"))
-	s.settle(t, w.ring)
-	w.ring.file.Limit = 1
-	_, _ = w.Write([]byte("second\n"))
-	s.close()
-	for name, want := range map[string]string{
-		"a.0.1.1.log":   " stdout second\n",
-		"a.0.1.1.log.1": " stdout first\n",
-	} {
-		b, err := os.ReadFile(filepath.Join(dir, name))
-		require.NoError(t, err)
-		assert.True(t, strings.HasSuffix(string(b), want), "%s: %q", name, b)
-	}
-
-	// a file, not a folder
-	broken := newLogStore(filepath.Join(dir, "a.0.1.1.log"), slog.New(slog.DiscardHandler))
-	w, _ = broken.open("a", "u", 0, 1)
-	_, err := w.Write([]byte("kept in memory\n"))
-	require.NoError(t, err)
-	assert.Equal(t, []string{"kept in memory"}, texts(broken, all()))
-	broken.close()
-}
-
-// settle waits until a ring's writer has ended.
-func (s *logStore) settle(t *testing.T, r *ring) {
-	require.Eventually(t, func() bool {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		return !r.writing
-	}, time.Minute, time.Millisecond)
-}
-
-// HF43: Only the file is delayed, not lines, tails, other ranks and their files, starts, or the end of the
-// node. The file is a pipe without a reader: opening it hangs.
-func TestALogDiskThatHangsHoldsUpNothing(t *testing.T) {
-	t.Parallel()
-	dir := t.TempDir()
-	path := filepath.Join(dir, "a.0.0.0.log")
-	require.NoError(t, syscall.Mkfifo(path, 0o600))
-	s := newLogStore(dir, slog.New(slog.DiscardHandler))
-	w, _ := s.open("a", "a/0/0", 0, 1)
-	for range 3 * ringLines {
-		_, _ = w.Write([]byte("x\n"))
-	}
-	_, _ = w.Write([]byte("the last without its end"))
-	w.End()
-	assert.Equal(t, "the last without its end", s.last("a/0/0", 0, 1, tailLines)[tailLines-1])
-	other, _ := s.open("a", "a/0/1", 1, 1)
-	_, _ = other.Write([]byte("y\n"))
-	s.settle(t, other.ring)
-	b, err := os.ReadFile(filepath.Join(dir, "a.0.1.1.log"))
-	require.NoError(t, err)
-	assert.Contains(t, string(b), " stdout y\n")
-	s.close()
-
-	pipe, err := os.OpenFile(path, os.O_RDWR, 0) // the disk answers again
-	require.NoError(t, err)
-	go func() { _, _ = io.Copy(io.Discard, pipe) }()
-	s.writers.Wait()
-	require.NoError(t, pipe.Close())
-}
-
-// The number of missing lines is in the file.
-func TestLinesThatADiskDoesNotTakeInTimeAreCounted(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		dir, s, w := withFullDisk(t)
-		for range 3 * ringLines {
-			_, _ = w.Write([]byte("x\n"))
-		}
-		time.Sleep(time.Second)
-		require.NoError(t, os.Remove(filepath.Join(dir, "a.0.0.0.log")))
-		time.Sleep(logRetry)
-		s.close()
-		b, err := os.ReadFile(filepath.Join(dir, "a.0.0.0.log"))
-		require.NoError(t, err)
-		lines := strings.Split(strings.TrimSpace(string(b)), "\n")
-		// the note counts the first line too
-		assert.Contains(t, lines[0], " dpserve 8193 lines are missing here")
-		assert.Len(t, lines, 1+ringLines)
-	})
-}
-
-// withFullDisk is a store with a rank whose file accepts nothing, and one unwritten line.
-func withFullDisk(t *testing.T) (dir string, s *logStore, w *lineWriter) {
-	dir = t.TempDir()
-	require.NoError(t, os.Symlink("/dev/full", filepath.Join(dir, "a.0.0.0.log")))
-	s = newLogStore(dir, slog.New(slog.DiscardHandler))
-	w, _ = s.open("a", "a/0/0", 0, 1)
-	_, _ = w.Write([]byte("first\n"))
-	synctest.Wait()
-	return dir, s, w
-}
-
-// HF43: The file then also has the lines written meanwhile.
-func TestALogFileIsTriedAgainAfterAFullDisk(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		dir, s, w := withFullDisk(t)
-		path := filepath.Join(dir, "a.0.0.0.log")
-		require.NoError(t, os.Remove(path))
-		_, _ = w.Write([]byte("second\n"))
-		time.Sleep(logRetry / 2)
-		assert.NoFileExists(t, path)
-		time.Sleep(logRetry)
-		b, err := os.ReadFile(path)
-		require.NoError(t, err)
-		assert.Regexp(t, "(?s)^[^ ]+ stdout first\n[^ ]+ stdout second\n$", string(b))
-		s.close()
-	})
-}
-
 // HF43: They are deleted a week after their last line, and other logs are kept.
 func TestLogsOfApplicationsThatAreGoneAreDeleted(t *testing.T) {
 	dir := t.TempDir()
 	s := newLogStore(dir, slog.New(slog.DiscardHandler))
-	defer s.close()
+	assert.Equal(t, filepath.Join(dir, "gone.0.1.1.log"), s.file("gone/0/1", 1))
 	week := time.Now().Add(-logKept)
 	for name, old := range map[string]bool{
 		"gone.0.0.0.log": true, "gone.0.0.0.log.1": true, "gone.1.2.log": true, "gone.0.1.1.log": false,
@@ -352,55 +159,6 @@ func TestLogsOfApplicationsThatAreGoneAreDeleted(t *testing.T) {
 	assert.Empty(t, s.rings)
 }
 
-// An engine that fills its log costs a bounded amount of memory and disk and is not slowed down by the disk:
-// 64 MiB here, which turn the files over six times.
-func TestALogThatGrowsForEverKeepsItsBounds(t *testing.T) {
-	dir := t.TempDir()
-	s := newLogStore(dir, slog.New(slog.DiscardHandler))
-	w, _ := s.open("a", "a/0/0", 0, 1)
-	line := []byte(strings.Repeat("x", 1<<10-1) + "\n")
-	for i := range 64 << 10 {
-		_, _ = w.Write(line)
-		if i%(1<<12) == 0 {
-			s.settle(t, w.ring) // the disk takes all lines
-		}
-	}
-	s.mu.Lock()
-	kept, size := len(w.ring.lines), w.ring.bytes
-	s.mu.Unlock()
-	assert.LessOrEqual(t, kept, ringLines)
-	assert.LessOrEqual(t, size, ringBytes)
-	s.close()
-	for _, name := range []string{"a.0.0.0.log", "a.0.0.0.log.1"} {
-		f, err := os.Stat(filepath.Join(dir, name))
-		require.NoError(t, err)
-		assert.LessOrEqual(t, f.Size(), int64(logFileSize+process.LineLimit))
-	}
-	files, err := os.ReadDir(dir)
-	require.NoError(t, err)
-	assert.Len(t, files, 2)
-}
-
-// FuzzLineWriter: an engine may write anything. The kept lines are bounded, valid UTF-8 and without line
-// ends.
-func FuzzLineWriter(f *testing.F) {
-	f.Add([]byte("a\nb"), 1)
-	f.Add([]byte("\r\n\xff\n"), 2)
-	f.Fuzz(func(t *testing.T, text []byte, at int) {
-		s := newLogStore("", slog.New(slog.DiscardHandler))
-		w, _ := s.open("a", "u", 0, 1)
-		at = min(max(at, 0), len(text))
-		_, _ = w.Write(text[:at])
-		_, _ = w.Write(text[at:])
-		w.End()
-		for _, line := range texts(s, all()) {
-			if !utf8.ValidString(line) || strings.Contains(line, "\n") || len(line) > 3*process.LineLimit {
-				t.Fatalf("%q", line)
-			}
-		}
-	})
-}
-
 func TestDefaultsArePinned(t *testing.T) {
 	assert.Equal(t, Timers{
 		Canary: 10 * time.Second, Adopt: 30 * time.Second,
@@ -411,6 +169,5 @@ func TestDefaultsArePinned(t *testing.T) {
 		LeaseTTL: 10 * time.Second, LeaseRenew: 2 * time.Second,
 	}, Timers{}.withDefaults())
 	assert.Equal(t, 600*time.Second, DefaultStartupTimeout)
-	assert.Equal(t, [...]int{1024, 4096, 65536, 10 << 20},
-		[...]int{mailboxBound, ringLines, process.LineLimit, logFileSize})
+	assert.Equal(t, [...]int{1024, 4096}, [...]int{mailboxBound, ringLines})
 }

@@ -337,7 +337,6 @@ func (n *Node) closeResources() {
 	if n.own != nil {
 		n.own.CloseIdleConnections()
 	}
-	n.logs.close()
 }
 
 // leave notes a unit's processes that did not end.

@@ -17,9 +17,10 @@ import (
 
 // shimProcess is an engine in a shim.
 type shimProcess struct {
-	l     *shims
-	dir   string
-	state shim.State // when it was started or found
+	l      *shims
+	dir    string
+	output string     // the file of its output
+	state  shim.State // when it was started or found
 
 	exited  chan struct{}
 	exit    Exit
@@ -39,10 +40,15 @@ type shimProcess struct {
 
 var _ Process = (*shimProcess)(nil)
 
-func newShimProcess(l *shims, dir string, s *shim.State) *shimProcess {
+func newShimProcess(l *shims, dir, output string, s *shim.State) *shimProcess {
 	return &shimProcess{
-		l: l, dir: dir, state: *s, exited: make(chan struct{}), drained: make(chan struct{}),
+		l: l, dir: dir, output: output, state: *s, exited: make(chan struct{}), drained: make(chan struct{}),
 	}
+}
+
+// lastLines are the last lines of an engine whose shim has ended.
+func (p *shimProcess) lastLines() []shim.Line {
+	return shim.LastLines(p.output, p.state.Began, tailLines)
 }
 
 // connected returns the connection to the shim; nil = there is none.
@@ -121,7 +127,7 @@ func (p *shimProcess) reach() {
 		sinks := p.sinks
 		p.mu.Unlock()
 		if sinks[0] != nil {
-			emitter(sinks[0], sinks[1])(shim.LastLines(p.dir, tailLines), 0)
+			emitter(sinks[0], sinks[1])(p.lastLines(), 0)
 		}
 		p.end(exitWithShim(p.state.Began))
 	}()
@@ -240,7 +246,7 @@ func (p *shimProcess) Adopt(stdout, stderr io.Writer) {
 	case isThere:
 		p.follow(unread-min(unread, tailLines), stdout, stderr)
 	case closed(p.exited):
-		emitter(stdout, stderr)(shim.LastLines(p.dir, tailLines), 0)
+		emitter(stdout, stderr)(p.lastLines(), 0)
 	}
 }
 
@@ -280,8 +286,8 @@ const followAgain = time.Second
 func emitter(stdout, stderr io.Writer) func(lines []shim.Line, missed uint64) {
 	return func(lines []shim.Line, missed uint64) {
 		if missed > 0 {
-			_, _ = fmt.Fprintf(stderr, "dpserve: %d lines are missing here; the last ones are in out.log of "+
-				"the engine's folder\n", missed)
+			_, _ = fmt.Fprintf(stderr,
+				"dpserve: %d lines are missing here; they are in the rank's log file\n", missed)
 		}
 		for i := range lines {
 			w, end := stdout, "\n"

@@ -228,11 +228,13 @@ func TestNodeAndShimAreKilled(t *testing.T) {
 	dir := t.TempDir()
 	first := openTest(t, dir, nil)
 	out := &sink{}
-	p, err := first.Start(t.Context(), script(worker), out, io.Discard)
+	order := script(worker)
+	order.Output = filepath.Join(dir, "worker.log")
+	p, err := first.Start(t.Context(), order, out, io.Discard)
 	require.NoError(t, err)
-	soon(t, "up", func() bool { return out.text() == "up\n" })
-	first.close()
 	sp := p.(*shimProcess)
+	soon(t, "up", func() bool { return out.text() == "up\n" && len(sp.lastLines()) == 1 })
+	first.close()
 	all := sp.state.PIDs()
 	assert.GreaterOrEqual(t, len(all), 3)
 	require.NoError(t, syscall.Kill(sp.state.Shim, syscall.SIGKILL))
@@ -284,12 +286,16 @@ func TestASilentShim(t *testing.T) {
 	dir := t.TempDir()
 	first := openTest(t, dir, nil)
 	var engines []*shimProcess
-	for range 3 {
-		out := &sink{}
-		p, err := first.Start(t.Context(), script("echo up; exec sleep 60"), out, io.Discard)
+	for i := range 3 {
+		out, order := &sink{}, script("echo up; exec sleep 60")
+		order.Output = filepath.Join(dir, strconv.Itoa(i)+".log")
+		p, err := first.Start(t.Context(), order, out, io.Discard)
 		require.NoError(t, err)
-		soon(t, "its shim has its output", func() bool { return out.text() == "up\n" })
-		engines = append(engines, p.(*shimProcess))
+		engine := p.(*shimProcess)
+		soon(t, "its shim has its output", func() bool {
+			return out.text() == "up\n" && len(engine.lastLines()) == 1
+		})
+		engines = append(engines, engine)
 	}
 	first.close()
 	late, never := engines[1].state, engines[2].state

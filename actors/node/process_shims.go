@@ -112,7 +112,7 @@ func (l *shims) Start(ctx context.Context, o LaunchOrder, stdout, stderr io.Writ
 				"and its session", slog.String("err", why))
 		})
 	}
-	p := newShimProcess(l, filepath.Join(l.dir, spec.ID), &info.State)
+	p := newShimProcess(l, filepath.Join(l.dir, spec.ID), spec.Output, &info.State)
 	if err := p.watch(ctx, client); err != nil {
 		client.Close()
 		return nil, errors.Join(err, shim.Remove(p.dir))
@@ -135,12 +135,16 @@ func (l *shims) spec(o LaunchOrder) (shim.Spec, error) {
 	if err != nil {
 		return shim.Spec{}, err
 	}
+	output := o.Output
+	if output != "" && !filepath.IsAbs(output) { // the shim runs elsewhere
+		output = filepath.Join(here, output)
+	}
 	spec := shim.Spec{
 		Cluster: l.cfg.Cluster, Node: l.cfg.Node, Boot: l.boot, ID: l.newLaunch(),
-		Path: path, Argv: o.Argv, Env: o.Env, Dir: here,
+		Path: path, Argv: o.Argv, Env: o.Env, Dir: here, Output: output,
 		Orphan: l.cfg.OrphanTimeout, Lease: l.leaseLeft(), Grace: l.grace,
 	}
-	o.Argv, o.Env = nil, nil // the spec has them
+	o.Argv, o.Env, o.Output = nil, nil, "" // the spec has them
 	spec.Order, err = json.Marshal(&o)
 	return spec, err
 }
@@ -318,8 +322,8 @@ func (l *shims) adopt(e *shim.Entry) (*Found, error) {
 	if err := json.Unmarshal(e.Spec.Order, &o); err != nil {
 		return nil, err
 	}
-	o.Argv, o.Env = e.Spec.Argv, e.Spec.Env
-	p := newShimProcess(l, e.Dir, &e.State)
+	o.Argv, o.Env, o.Output = e.Spec.Argv, e.Spec.Env, e.Spec.Output
+	p := newShimProcess(l, e.Dir, o.Output, &e.State)
 	found := &Found{o, p, e.State.Began}
 	if errors.Is(e.Err, shim.ErrGone) {
 		if err := e.State.End(); err != nil {

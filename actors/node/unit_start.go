@@ -243,6 +243,7 @@ func (u *unit) order(r *rank, l *engine.Launch) LaunchOrder {
 	o := LaunchOrder{
 		Launch: *l, App: u.m.App.PoolName(), Revision: u.m.AppRevision, Unit: u.m.Unit, Group: u.m.Group,
 		Epoch: u.m.Epoch, Order: u.m, Ports: portsOf(u, r, l),
+		Output: u.n.logs.file(u.m.Unit, r.grant.Rank),
 	}
 	for _, other := range u.ranks {
 		if other == r || slices.Contains(l.Ranks, other.grant.Rank) {

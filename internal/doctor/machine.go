@@ -114,7 +114,7 @@ type Files struct {
 // How many descriptors a node uses.
 const (
 	filesPerStream = 2   // the client's connection and the engine's
-	filesPerRank   = 16  // log files, pipes, event sockets, idle connections
+	filesPerRank   = 16  // pipes, event sockets, idle connections
 	filesOfNode    = 256 // listeners, raft, gossip, other nodes
 
 	// FewestStreams is less than any installation serves at once with one node.

@@ -5,13 +5,12 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"path/filepath"
 	"strings"
 	"sync"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/diskfile"
-	"github.com/dpserve/dpserve/internal/process"
+	"github.com/dpserve/dpserve/internal/lines"
 )
 
 // Bounds of the lines that a shim holds, and of one batch of them.
@@ -39,31 +38,26 @@ const (
 // ring holds the last lines of an engine.
 type ring struct {
 	mu      sync.Mutex // never held during a write
-	lines   []Line     // oldest first
-	next    uint64     // number of the next line
-	bytes   int
+	lines   lines.Ring[Line]
 	read    uint64        // number of the first line that no owner has read
 	changed chan struct{} // closed and replaced at every line
 	ended   bool          // no line follows
 }
 
-func newRing() *ring { return &ring{changed: make(chan struct{})} }
+func newRing() *ring {
+	size := func(l *Line) int { return len(l.Text) }
+	return &ring{
+		lines:   lines.Ring[Line]{Most: ringLines, MostBytes: ringBytes, Size: size},
+		changed: make(chan struct{}),
+	}
+}
 
 func (r *ring) add(stream, text string, isBar bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.lines = append(r.lines, Line{
-		Number: r.next, At: time.Now().UnixMilli(), Stream: stream, Text: text, Bar: isBar,
+	r.lines.Add(Line{
+		Number: r.lines.Next(), At: time.Now().UnixMilli(), Stream: stream, Text: text, Bar: isBar,
 	})
-	r.next++
-	r.bytes += len(text)
-	drop := 0
-	for len(r.lines)-drop > ringLines || r.bytes > ringBytes && len(r.lines)-drop > 1 {
-		r.bytes -= len(r.lines[drop].Text)
-		drop++
-	}
-	clear(r.lines[:drop])
-	r.lines = r.lines[drop:]
 	r.notify()
 }
 
@@ -94,19 +88,17 @@ type batch struct {
 func (r *ring) from(number uint64) batch {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	b := batch{next: min(number, r.next), changed: r.changed}
-	if first := r.next - uint64(len(r.lines)); b.next < first {
-		b.missed, b.next = first-b.next, first
-	}
+	held, first := r.lines.From(number)
+	b := batch{missed: first - min(number, first), next: first, changed: r.changed}
 	size := 0
-	for _, l := range r.lines[len(r.lines)-int(r.next-b.next):] {
+	for _, l := range held {
 		if size += len(l.Text); size > batchBytes && len(b.lines) > 0 {
 			break
 		}
 		b.lines = append(b.lines, l)
 	}
 	b.next += uint64(len(b.lines))
-	b.ended = r.ended && b.next == r.next
+	b.ended = r.ended && b.next == r.lines.Next()
 	return b
 }
 
@@ -127,9 +119,9 @@ func (r *ring) unread() uint64 {
 const barEach = time.Second
 
 // writer returns a writer of a stream, for one goroutine.
-func (r *ring) writer(stream string) *process.LineWriter {
+func (r *ring) writer(stream string) *lines.Writer {
 	var last time.Time
-	return &process.LineWriter{
+	return &lines.Writer{
 		Take: func(line string) { r.add(stream, line, false) },
 		Bar: func(text string) {
 			if now := time.Now(); now.Sub(last) >= barEach {
@@ -140,9 +132,9 @@ func (r *ring) writer(stream string) *process.LineWriter {
 	}
 }
 
-// Bounds of out.log.
+// Bounds of an output file.
 const (
-	outputSize  = 10 << 20         // size at which it becomes out.log.1
+	outputSize  = 10 << 20         // size at which it becomes the older file, NAME.1
 	outputRetry = 30 * time.Second // pause after an error, such as a full disk
 	outputTail  = 64 << 10         // how much of its end LastLines reads
 )
@@ -207,9 +199,9 @@ func pause(d time.Duration, done <-chan struct{}) bool {
 	}
 }
 
-// LastLines reads the last lines, at most n, of the output that a shim has left on disk.
-func LastLines(dir string, n int) []Line {
-	f, err := os.Open(filepath.Join(dir, outputFile))
+// LastLines reads the last lines, at most n, of an output file that an engine has written since it began.
+func LastLines(file string, began time.Time, n int) []Line {
+	f, err := os.Open(file)
 	if err != nil {
 		return nil
 	}
@@ -223,14 +215,14 @@ func LastLines(dir string, n int) []Line {
 	}
 	var out []Line
 	for text := range bytes.Lines(text) {
-		if l, ok := parseFileLine(string(text)); ok {
+		if l, ok := parseFileLine(string(text)); ok && l.At >= began.UnixMilli() {
 			out = append(out, l)
 		}
 	}
 	return out[max(0, len(out)-n):]
 }
 
-// parseFileLine reads a line of out.log; false for a part of one.
+// parseFileLine reads a line of an output file; false for a part of one.
 func parseFileLine(text string) (Line, bool) {
 	when, rest, ok := strings.Cut(strings.TrimSuffix(text, "\n"), " ")
 	stream, text, ok2 := strings.Cut(rest, " ")

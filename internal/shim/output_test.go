@@ -13,8 +13,10 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/diskfile"
-	"github.com/dpserve/dpserve/internal/process"
+	"github.com/dpserve/dpserve/internal/lines"
 )
+
+const outputFile = "out.log"
 
 func texts(lines []Line) []string {
 	var out []string
@@ -24,56 +26,35 @@ func texts(lines []Line) []string {
 	return out
 }
 
+// A reader gets batches of a bounded size, and is told how many lines it has missed and when none follows.
 func TestRing(t *testing.T) {
-	r := newRing()
-	w := r.writer(Stdout)
-	for _, part := range []string{"one\r\ntw", "o\n", "\xff\n", "half"} {
-		n, err := w.Write([]byte(part))
-		require.NoError(t, err)
-		assert.Len(t, part, n)
-	}
-	b := r.from(0)
-	assert.Equal(t, []string{"one", "two", "�"}, texts(b.lines))
-	assert.Equal(t, uint64(3), b.next)
-	assert.False(t, b.ended)
-	w.End()
-	r.end()
-	<-b.changed
-	b = r.from(b.next)
-	assert.Equal(t, []string{"half"}, texts(b.lines))
-	assert.Equal(t, uint64(3), b.lines[0].Number)
-	assert.True(t, b.ended)
-	b = r.from(99)
-	assert.Empty(t, b.lines)
-	assert.True(t, b.ended)
-}
-
-// A ring is bounded in lines and bytes; a reader that is late is told how many lines it missed.
-func TestTheRingIsBounded(t *testing.T) {
 	r := newRing()
 	for i := range ringLines + 10 {
 		r.add(Stdout, fmt.Sprint(i), false)
 	}
 	b := r.from(3)
 	assert.Equal(t, uint64(7), b.missed)
-	assert.Equal(t, "10", b.lines[0].Text)
-	assert.Len(t, r.lines, ringLines)
+	assert.Equal(t, [...]any{"10", uint64(10)}, [...]any{b.lines[0].Text, b.lines[0].Number})
+	assert.Equal(t, uint64(ringLines+10), b.next)
+	assert.False(t, b.ended)
+	r.writer(Stderr).Take("the last one")
+	r.end()
+	<-b.changed
+	b = r.from(b.next)
+	assert.Equal(t, []string{"the last one"}, texts(b.lines))
+	assert.True(t, b.ended)
+	b = r.from(1 << 20)
+	assert.Empty(t, b.lines)
+	assert.True(t, b.ended)
 
-	long := strings.Repeat("x", process.LineLimit+100)
-	w := r.writer(Stderr)
-	for range 20 {
-		_, _ = w.Write([]byte(long))
-		_, _ = w.Write([]byte(long + "\n"))
+	for range ringBytes / lines.Limit {
+		r.add(Stdout, strings.Repeat("x", lines.Limit), false)
 	}
-	assert.Len(t, r.lines, ringBytes/process.LineLimit)
-	assert.Equal(t, ringBytes, r.bytes)
-	b = r.from(0)
-	assert.Len(t, b.lines, batchBytes/process.LineLimit)
-	assert.Len(t, b.lines[0].Text, process.LineLimit, "cut, and the rest of the line is dropped")
+	assert.Len(t, r.from(0).lines, batchBytes/lines.Limit)
 }
 
-// EN3: Lines that leave the ring while the disk does not take them are counted in the file, and neither the
-// engine nor a reader waits.
+// EN3, HF43: Lines that leave the ring while the disk does not take them are counted in the file, and neither
+// the engine nor a reader waits.
 func TestAFullDiskStopsTheFileOnly(t *testing.T) {
 	if _, err := os.Stat("/dev/full"); err != nil {
 		t.Skip("needs /dev/full")
@@ -107,7 +88,7 @@ func TestAFullDiskStopsTheFileOnly(t *testing.T) {
 	assert.Len(t, lines, ringLines+2)
 	assert.Contains(t, lines[0], "dpserve 5 lines are missing here")
 	assert.True(t, strings.HasSuffix(lines[1], " stdout line 5"), lines[1])
-	last := LastLines(filepath.Dir(path), 2)
+	last := LastLines(path, time.Time{}, 2)
 	assert.Equal(t, []string{fmt.Sprint("line ", ringLines+4), "the last one"}, texts(last))
 }
 
@@ -129,8 +110,9 @@ func TestTheFilesAreBounded(t *testing.T) {
 		require.NoError(t, err)
 		assert.Less(t, info.Size(), int64(1100))
 	}
-	assert.Equal(t, fmt.Sprint("line ", ringLines-1), LastLines(dir, 1)[0].Text)
-	assert.Empty(t, LastLines(t.TempDir(), 5))
+	assert.Equal(t, fmt.Sprint("line ", ringLines-1), LastLines(file.Path, time.Time{}, 1)[0].Text)
+	assert.Empty(t, LastLines(file.Path, time.Now().Add(time.Hour), 5), "an earlier engine wrote them")
+	assert.Empty(t, LastLines(filepath.Join(dir, "none"), time.Time{}, 5))
 }
 
 // A progress bar is passed on at most once a second, and its last state is a line.

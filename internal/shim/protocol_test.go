@@ -83,14 +83,14 @@ func TestReadLine(t *testing.T) {
 func TestNamesStay(t *testing.T) {
 	spec := Spec{
 		Version: 1, Cluster: "c", Node: "n", Boot: "b", ID: "a.1", Path: "/bin/engine",
-		Argv: []string{"engine"}, Env: []string{"A=1"}, Dir: "/", Orphan: 1, Lease: 2, Grace: 3,
-		Order: json.RawMessage(`{"unit":"u"}`),
+		Argv: []string{"engine"}, Env: []string{"A=1"}, Dir: "/", Output: "/out.log",
+		Orphan: 1, Lease: 2, Grace: 3, Order: json.RawMessage(`{"unit":"u"}`),
 	}
 	text, err := json.Marshal(&spec)
 	require.NoError(t, err)
 	assert.JSONEq(t, `{"version":1,"cluster":"c","node":"n","boot":"b","id":"a.1","path":"/bin/engine",`+
-		`"argv":["engine"],"env":["A=1"],"dir":"/","orphan_timeout_ns":1,"lease_ns":2,"grace_ns":3,`+
-		`"order":{"unit":"u"}}`, string(text))
+		`"argv":["engine"],"env":["A=1"],"dir":"/","output":"/out.log","orphan_timeout_ns":1,"lease_ns":2,`+
+		`"grace_ns":3,"order":{"unit":"u"}}`, string(text))
 	again, err := parseSpec(text)
 	require.NoError(t, err)
 	assert.Equal(t, spec, again)

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/internal/diskfile"
+	"github.com/dpserve/dpserve/internal/lines"
 	"github.com/dpserve/dpserve/internal/process"
 )
 
@@ -34,12 +35,12 @@ type server struct {
 	dir     string
 	spec    Spec
 	ring    *ring
-	out     [2]*process.LineWriter
+	out     [2]*lines.Writer
 	child   *process.Child
 	listen  *net.UnixListener
 	wake    chan struct{} // one slot
 	done    chan struct{} // closed at the end
-	written chan struct{} // closed when out.log is complete
+	written chan struct{} // closed when the output file is complete
 	noted   chan struct{} // closed when the end of the engine is on disk
 
 	mu        sync.Mutex
@@ -81,7 +82,7 @@ func open(dir string) (*server, error) {
 	if err != nil {
 		return nil, err
 	}
-	s.out = [2]*process.LineWriter{s.ring.writer(Stdout), s.ring.writer(Stderr)}
+	s.out = [2]*lines.Writer{s.ring.writer(Stdout), s.ring.writer(Stderr)}
 	return s, nil
 }
 
@@ -110,6 +111,7 @@ func (s *server) introduce() error {
 
 // start starts the engine, and what goes on beside it.
 func (s *server) start() error {
+	began := time.Now()
 	child, err := process.Start(process.Command{
 		Path: s.spec.Path, Argv: s.spec.Argv, Env: s.spec.Env, Dir: s.spec.Dir, In: s.state.Launch,
 	}, s.out[0], s.out[1])
@@ -117,7 +119,6 @@ func (s *server) start() error {
 		return err
 	}
 	s.child = child
-	began := time.Now()
 	if s.state.Cgroup != "" && child.Launch().Cgroup == "" {
 		s.state.NoCgroup = "the kernel does not start a process in " + s.state.Cgroup
 		unused := process.Launch{Boot: process.BootID(), Cgroup: s.state.Cgroup}
@@ -131,8 +132,10 @@ func (s *server) start() error {
 	go reapOrphans(child.PID(), s.done)
 	go func() {
 		defer close(s.written)
-		file := &diskfile.Log{Path: filepath.Join(s.dir, outputFile), Limit: outputSize}
-		keepOutput(s.ring, file, outputRetry, s.done)
+		if s.spec.Output != "" {
+			file := &diskfile.Log{Path: s.spec.Output, Limit: outputSize}
+			keepOutput(s.ring, file, outputRetry, s.done)
+		}
 	}()
 	go s.accept()
 	return nil

@@ -56,6 +56,7 @@ func begin(t *testing.T, dir string, change func(*Spec), words ...string) *runni
 func beginWith(t *testing.T, program, dir string, change func(*Spec), words ...string) *running {
 	t.Helper()
 	spec := testSpec(newID(t), words...)
+	spec.Output = filepath.Join(dir, outputFile)
 	if change != nil {
 		change(&spec)
 	}
@@ -254,7 +255,7 @@ func TestAnExitThatNobodySaw(t *testing.T) {
 	assert.Equal(t, []string{"stdout no room for the model"}, next.lines(info.Read, 1))
 	eventually(t, "on disk", func() bool {
 		s := readState(e.Dir)
-		return s.Exit != nil && s.Exit.Code == 7 && len(LastLines(e.Dir, 9)) == 2
+		return s.Exit != nil && s.Exit.Code == 7 && len(LastLines(e.Spec.Output, e.State.Began, 9)) == 2
 	})
 }
 

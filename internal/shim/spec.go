@@ -37,7 +37,6 @@ const (
 	specFile   = "spec.json"
 	stateFile  = "state.json"
 	socketFile = "shim.sock"
-	outputFile = "out.log"  // and out.log.1
 	ownLogFile = "shim.log" // what the shim itself has to say
 )
 
@@ -56,6 +55,8 @@ type Spec struct {
 	Argv []string `json:"argv"`
 	Env  []string `json:"env"`
 	Dir  string   `json:"dir"` // where the engine runs
+
+	Output string `json:"output"` // file to which its output is appended; "" = none
 
 	Orphan time.Duration `json:"orphan_timeout_ns"` // how long the engine lives without an owner
 	Lease  time.Duration `json:"lease_ns"`          // on_lease_loss fence: until the first Extend; 0 = serve
