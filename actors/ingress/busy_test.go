@@ -73,13 +73,3 @@ func TestABusyEngineIsFullForEverybody(t *testing.T) {
 		assert.EqualValues(t, 1, asked.Load(), "nobody else asked it")
 	}
 }
-
-func TestThe429OfTheLastRankPasses(t *testing.T) {
-	g := newRig(t, options{
-		engines: []http.HandlerFunc{replies(429, `{"error":{"message":"slow down"}}`)},
-		app:     func(a *app.Application) { a.Retries.Attempts, a.Timeouts.QueueS = 1, 0.1 },
-	})
-	a := g.post("/v1/chat/completions", chatBody)
-	assert.Equal(t, 429, a.status)
-	assert.Contains(t, a.body, "slow down")
-}

@@ -21,7 +21,6 @@ import (
 	"golang.org/x/net/http2/hpack"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/app"
 )
 
 // TestFS4EveryReplicaAnswers500: each request asks as many ranks as it may while they have room, no rank
@@ -96,53 +95,6 @@ func TestFS4EveryReplicaRefuses(t *testing.T) {
 	}
 }
 
-// TestFS6ClientLeaves: the engine's request is closed, before the first token and in mid-stream.
-func TestFS6ClientLeaves(t *testing.T) {
-	for name, first := range map[string][]string{"in prefill": nil, "in mid-stream": {roleChunk, textChunk}} {
-		t.Run(name, func(t *testing.T) {
-			var h hangingEngine
-			g := newRig(t, options{engines: []http.HandlerFunc{h.sends(first...)}})
-			for _, body := range []string{streamBody, chatBody} {
-				if body == chatBody && first != nil {
-					continue
-				}
-				before := h.left.Load()
-				ctx, cancel := context.WithCancel(t.Context())
-				req, err := http.NewRequestWithContext(
-					ctx, http.MethodPost, g.url+"/v1/chat/completions", strings.NewReader(body))
-				require.NoError(t, err)
-				got := make(chan struct{})
-				go func() {
-					defer close(got)
-					resp, err := g.client.Do(req)
-					if err != nil {
-						return
-					}
-					defer func() { _ = resp.Body.Close() }()
-					buf := make([]byte, 1)
-					_, _ = resp.Body.Read(buf)
-					cancel()
-					_, _ = io.Copy(io.Discard, resp.Body)
-				}()
-				eventually(t, func() bool { return h.came.Load() == before+1 }, "the engine has it")
-				if first == nil {
-					cancel()
-				}
-				eventually(t, func() bool { return h.left.Load() == before+1 }, "the engine sees it")
-				eventually(t, func() bool { return g.replicas[0].inFlight() == 0 }, "given back")
-				<-got
-				done := g.replicas[0].lastDone(t)
-				assert.Equal(t, msg.Cancelled, done.Outcome)
-				assert.False(t, done.Trip)
-				if first != nil {
-					assert.Equal(t, 2, done.CompletionTokens, "what was seen of it")
-				}
-				cancel()
-			}
-		})
-	}
-}
-
 // TestAClientThatLeavesDuringItsAdmissionIsNoTimeout: the rank calls the request expired; the ingress logs
 // and counts it as a client that left.
 func TestAClientThatLeavesDuringItsAdmissionIsNoTimeout(t *testing.T) {
@@ -158,22 +110,6 @@ func TestAClientThatLeavesDuringItsAdmissionIsNoTimeout(t *testing.T) {
 	}
 	eventually(t, func() bool { return strings.Count(g.logs.String(), "\n") == 10 }, "one line each")
 	assert.Equal(t, 10, strings.Count(g.logs.String(), "code=499"), g.logs.String())
-}
-
-func TestFirstTokenDeadline(t *testing.T) {
-	t.Parallel()
-	var h hangingEngine
-	g := newRig(t, options{
-		engines: []http.HandlerFunc{h.sends(), h.sends(roleChunk)},
-		app: func(a *app.Application) {
-			a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 0.1, 0.1
-		},
-	})
-	a := g.post("/v1/chat/completions", streamBody)
-	assert.Equal(t, 504, a.status)
-	assert.Equal(t, "first_token_timeout", a.code(t))
-	assert.Equal(t, "2", a.header.Get("X-Dpserve-Attempts"))
-	eventually(t, func() bool { return h.left.Load() == 2 }, "engines see it")
 }
 
 // RP50: a rank is fenced whose engine failed its probe. Each stream of it is cut at once, also those of the
@@ -356,22 +292,6 @@ func TestARefusedRequestLeavesItsHTTP2Connection(t *testing.T) {
 	assert.EqualValues(t, 1, dials.Load())
 }
 
-// TestARedirectOfAnEngineStaysInside: a redirect names an internal address, and client libraries would send
-// the prompt there.
-func TestARedirectOfAnEngineStaysInside(t *testing.T) {
-	redirects := func(w http.ResponseWriter, r *http.Request) {
-		drain(r)
-		http.Redirect(w, r, "http://127.0.0.1:31903/v1/chat/completions", http.StatusTemporaryRedirect)
-	}
-	g := newRig(t, options{engines: []http.HandlerFunc{redirects, redirects}})
-	g.client.CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
-	a := g.post("/v1/chat/completions", chatBody)
-	assert.Equal(t, 502, a.status, a.body)
-	assert.Equal(t, "upstream_failed", a.code(t))
-	assert.Empty(t, a.header.Get("Location"))
-	assert.NotContains(t, a.body, "31903")
-}
-
 // RP4: two ranks that have a request disappear with their nodes; a third rank serves it.
 func TestRanksThatAreGoneAreNoDeathsOfARequest(t *testing.T) {
 	for name, c := range map[string]struct {
@@ -404,52 +324,6 @@ func TestRanksThatAreGoneAreNoDeathsOfARequest(t *testing.T) {
 			a := g.post("/v1/chat/completions", chatBody)
 			assert.Equal(t, c.status, a.status, a.body)
 		})
-	}
-}
-
-func TestLateTicketGoesBack(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
-	r := g.replicas[0]
-	r.mu.Lock()
-	r.mute = true
-	r.mu.Unlock()
-	ctx, cancel := context.WithCancel(t.Context())
-	got := make(chan answer, 1)
-	go func() { got <- g.postCtx(ctx, "/v1/chat/completions", chatBody) }()
-	held := func() int {
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		return len(r.held)
-	}
-	eventually(t, func() bool { return held() == 1 }, "asked")
-	cancel()
-	<-got
-	eventually(t, func() bool { _, _, n := g.in.Totals(); return n == 0 }, "the request has left")
-	r.mu.Lock()
-	r.mute = false
-	r.admit(r.held[0])
-	r.mu.Unlock()
-	eventually(t, func() bool { return r.inFlight() == 0 }, "the late ticket comes back")
-	assert.Equal(t, msg.Refused, r.lastDone(t).Outcome)
-}
-
-func TestStoppedReplicaAndSlowAdmission(t *testing.T) {
-	t.Parallel()
-	g := newRig(t, options{engines: []http.HandlerFunc{
-		replies(200, wholeAnswer), replies(200, wholeAnswer), replies(200, wholeAnswer),
-	}, timers: Timers{
-		Admit: 50 * time.Millisecond, LateTicket: 10 * time.Millisecond,
-	}})
-	for _, r := range g.replicas[:2] {
-		r.mu.Lock()
-		r.mute = true
-		r.mu.Unlock()
-	}
-	close(g.replicas[0].stopped)
-	for range 3 {
-		a := g.post("/v1/chat/completions", chatBody)
-		assert.Equal(t, 200, a.status, a.body)
-		assert.Equal(t, "2", a.header.Get("X-Dpserve-Rank"))
 	}
 }
 

@@ -149,18 +149,6 @@ func (r *replica) endAsTold() {
 const deadCore = `{"error":{"message":"EngineCore encountered an issue. ` +
 	`See stack trace (above) for the root cause.","type":"InternalServerError","param":null,"code":500}}`
 
-// TestDeadCore: the rank's DPServer checks its engine at once, and trying another rank costs no budget.
-func TestDeadCore(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(http.StatusInternalServerError, deadCore)}})
-	a := g.post("/v1/chat/completions", chatBody)
-	assert.Equal(t, http.StatusInternalServerError, a.status)
-	assert.JSONEq(t, deadCore, a.body)
-	done := g.replicas[0].lastDone(t)
-	assert.True(t, done.Probe)
-	assert.False(t, done.Trip, "the probe judges")
-	assert.Equal(t, "engine_dead", done.Cause)
-}
-
 // TestRanksThatFailWithoutALoss: without a report of the stream the attempts count one by one.
 func TestRanksThatFailWithoutALoss(t *testing.T) {
 	t.Parallel()

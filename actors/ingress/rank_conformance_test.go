@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -39,12 +40,12 @@ func oneAttempt(a *app.Application) {
 	a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 0.5, 0.5
 }
 
-// oneDone returns the only Done that the rank got, and requires that its ticket is back.
+// oneDone returns the only Done that the rank got, and requires that its ticket is back. The end of the rig
+// looks for a second one.
 func (r *replica) oneDone(t *testing.T) msg.Done {
 	t.Helper()
 	d := r.lastDone(t)
 	eventually(t, func() bool { return r.inFlight() == 0 }, "the ticket is back")
-	time.Sleep(20 * time.Millisecond) // for a second one
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	require.Len(t, r.dones, 1)
@@ -62,7 +63,8 @@ func writesRaw(raw string) http.HandlerFunc {
 	}
 }
 
-// TestRankOutcome: whatever an engine answers, the rank hears it in exactly one Done.
+// FS8: whatever an engine answers, the rank hears it in exactly one Done, and the client gets a status. What
+// follows for other ranks is in the rows of package dispatch.
 func TestRankOutcome(t *testing.T) {
 	t.Parallel()
 	var h hangingEngine
@@ -71,67 +73,45 @@ func TestRankOutcome(t *testing.T) {
 		w.Header().Set("Location", "http://127.0.0.1:1/elsewhere")
 		w.WriteHeader(http.StatusTemporaryRedirect)
 	}
-	for name, c := range map[string]struct {
-		engine  http.HandlerFunc // nil: nothing listens
-		body    string
-		status  int
-		outcome msg.Outcome
-		cause   string
-		trip    bool
-		probe   bool
+	for _, c := range []struct {
+		name   string
+		engine http.HandlerFunc // nil: nothing listens
+		body   string
+		status int
+		cause  string
+		says   string // trip, probe, busy
 	}{
-		"stream": {
-			engine: sends(roleChunk, textChunk, stopChunk, usageChunk, doneEvent), body: streamBody,
-			status: 200, outcome: msg.OK, cause: "ok",
-		},
-		"whole": {
-			engine: replies(200, wholeAnswer), body: chatBody, status: 200, outcome: msg.OK, cause: "ok",
-		},
-		"400": {
-			engine: replies(400, `{"a":1}`), body: chatBody, status: 400, outcome: msg.OK,
-			cause: msg.CauseClientError,
-		},
-		"500": {
-			engine: replies(500, `{}`), body: chatBody, status: 500, outcome: msg.FailedOutcome,
-			cause: "engine_error", trip: true,
-		},
-		"busy": {
-			engine: replies(503, busyError), body: chatBody, status: 503, outcome: msg.FailedOutcome,
-			cause: "engine_busy",
-		},
-		"redirect": {
-			engine: redirect, body: chatBody, status: 502, outcome: msg.FailedOutcome, cause: "redirect",
-			trip: true,
-		},
-		"reset": {
-			engine: resets, body: chatBody, status: 502, outcome: msg.FailedOutcome, cause: "reset",
-			probe: true,
-		},
-		"refuses": {
-			body: chatBody, status: 502, outcome: msg.FailedOutcome, cause: "connection_refused", probe: true,
-		},
-		"malformed": {
-			engine: writesRaw("HTTP/9 what\r\n\r\n"), body: chatBody, status: 502, outcome: msg.FailedOutcome,
-			cause: "malformed_answer", trip: true,
-		},
-		"empty": {
-			engine: sends(), body: streamBody, status: 502, outcome: msg.FailedOutcome, cause: "empty",
-			trip: true,
-		},
-		"hangs": {
-			engine: h.sends(), body: streamBody, status: 504, outcome: msg.FailedOutcome,
-			cause: "first_token_timeout", trip: true,
-		},
-		"hangs after its header": {
-			engine: h.sends(roleChunk), body: streamBody, status: 504, outcome: msg.FailedOutcome,
-			cause: "first_token_timeout", trip: true,
-		},
-		"breaks off": {
-			engine: cutAfter(textChunk), body: streamBody, status: 200, outcome: msg.FailedOutcome,
-			cause: "upstream_lost", trip: true, probe: true,
-		},
+		{"stream", sends(roleChunk, textChunk, stopChunk, usageChunk, doneEvent), streamBody, 200, "ok", ""},
+		{"whole", replies(200, wholeAnswer), chatBody, 200, "ok", ""},
+		{"400", replies(400, `{"a":1}`), chatBody, 400, msg.CauseClientError, ""},
+		{"408", replies(408, `{}`), streamBody, 408, "engine_timeout", ""},
+		{"429", replies(429, `{}`), streamBody, 429, "engine_busy", "busy"},
+		{"500", replies(500, `{}`), chatBody, 500, "engine_error", "trip"},
+		{"500 as event", sends(`{"error":{"message":"m","code":500}}`, doneEvent), streamBody, 500,
+			"engine_error", "trip"},
+		{"error event without code", sends(`{"error":{"message":"m"}}`, doneEvent), streamBody, 500,
+			"engine_error", "trip"},
+		{"busy", replies(503, busyError), chatBody, 503, "engine_busy", "busy"},
+		{"busy, no blanks", replies(503, strings.ReplaceAll(busyError, ": ", ":")), streamBody, 503,
+			"engine_busy", "busy"},
+		{"busy as event", sends(busyError, doneEvent), streamBody, 503, "engine_busy", "busy"},
+		{"other 503", replies(503, `{"error":"scaling"}`), streamBody, 503, "engine_busy", "busy"},
+		{"dead core", replies(500, deadCore), chatBody, 500, "engine_dead", "probe"},
+		{"redirect", redirect, chatBody, 502, "redirect", "trip"},
+		{"reset", resets, chatBody, 502, "reset", "probe"},
+		{"refuses", nil, chatBody, 502, "connection_refused", "probe"},
+		{"malformed", writesRaw("HTTP/9 what\r\n\r\n"), chatBody, 502, "malformed_answer", "trip"},
+		{"a head that is too large", largeHead, streamBody, 502, "malformed_answer", "trip"},
+		{"empty", sends(), streamBody, 502, "empty", "trip"},
+		{"empty, whole", replies(200, ``), streamBody, 502, "empty", "trip"},
+		{"bare [DONE]", sends(doneEvent), streamBody, 502, "empty", "trip"},
+		{"ends after its role", sends(roleChunk), streamBody, 502, "empty", "trip"},
+		{"breaks off after its role", cutAfter(roleChunk), streamBody, 502, "empty", "trip"},
+		{"hangs", h.sends(), streamBody, 504, "first_token_timeout", "trip"},
+		{"hangs after its role", h.sends(roleChunk), streamBody, 504, "first_token_timeout", "trip"},
+		{"breaks off", cutAfter(textChunk), streamBody, 200, "upstream_lost", "trip probe"},
 	} {
-		t.Run(name, func(t *testing.T) {
+		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			forEachTransport(t, func(t *testing.T, far bool) {
 				o := options{far: far, app: func(a *app.Application) {
@@ -146,17 +126,28 @@ func TestRankOutcome(t *testing.T) {
 					o.engines = []http.HandlerFunc{c.engine}
 				}
 				g := newRig(t, o)
-				status := g.post("/v1/chat/completions", c.body).status
+				a := g.post("/v1/chat/completions", c.body)
 				for try := 0; try < 5 && g.replicas[0].granted() == 0; try++ { // not asked in time
-					status = g.post("/v1/chat/completions", c.body).status
+					a = g.post("/v1/chat/completions", c.body)
 				}
-				assert.Equal(t, c.status, status)
+				assert.Equal(t, c.status, a.status)
+				assert.Empty(t, a.header.Get("Location"), "it would lead the client to an address inside")
+				assert.NotContains(t, a.body, "elsewhere")
 				d := g.replicas[0].oneDone(t)
-				assert.Equal(t, c.outcome, d.Outcome)
+				want := msg.FailedOutcome
+				if c.cause == "ok" || c.cause == msg.CauseClientError {
+					want = msg.OK
+				}
+				assert.Equal(t, want, d.Outcome)
 				assert.Equal(t, c.cause, d.Cause)
-				assert.Equal(t, c.trip, d.Trip, "trip")
-				assert.Equal(t, c.probe, d.Probe, "probe")
-				if name == "stream" {
+				var says []string
+				for i, is := range []bool{d.Trip, d.Probe, d.BusyFor > 0} {
+					if is {
+						says = append(says, []string{"trip", "probe", "busy"}[i])
+					}
+				}
+				assert.Equal(t, c.says, strings.Join(says, " "))
+				if c.name == "stream" {
 					assert.Equal(t, []int{5, 3, 7}, []int{d.PromptTokens, d.CachedTokens, d.CompletionTokens})
 					assert.Positive(t, d.FirstToken)
 				}
@@ -234,29 +225,34 @@ func TestRankLateTicket(t *testing.T) {
 	})
 }
 
-// TestRankClientLeaves: a client that leaves while the engine works ends the engine's request and the ticket.
+// FS6: a client that leaves while the engine works ends the engine's request and the ticket, before the first
+// token and in mid-stream.
 func TestRankClientLeaves(t *testing.T) {
-	for name, list := range map[string][]string{"before the answer": nil, "in the answer": {textChunk}} {
+	for name, c := range map[string]struct {
+		body string
+		list []string
+	}{
+		"before a stream": {body: streamBody}, "before a whole answer": {body: chatBody},
+		"in mid-stream": {streamBody, []string{roleChunk, textChunk}},
+	} {
 		t.Run(name, func(t *testing.T) {
 			forEachTransport(t, func(t *testing.T, far bool) {
 				var h hangingEngine
-				g := newRig(t, options{far: far, engines: []http.HandlerFunc{h.sends(list...)}})
+				g := newRig(t, options{far: far, engines: []http.HandlerFunc{h.sends(c.list...)}})
 				ctx, cancel := context.WithCancel(t.Context())
 				answers := make(chan answer)
-				go func() { answers <- g.postCtx(ctx, "/v1/chat/completions", streamBody) }()
+				go func() { answers <- g.postCtx(ctx, "/v1/chat/completions", c.body) }()
 				eventually(t, func() bool { return h.came.Load() == 1 }, "the engine is asked")
-				if list != nil {
-					eventually(t, func() bool {
-						g.replicas[0].mu.Lock()
-						defer g.replicas[0].mu.Unlock()
-						return g.replicas[0].firsts == 1
-					}, "the first token")
+				if c.list != nil {
+					eventually(t, func() bool { return g.replicas[0].hasFirstTokens(1) }, "the first token")
 				}
 				cancel()
 				<-answers
 				d := g.replicas[0].oneDone(t)
 				assert.Equal(t, msg.Cancelled, d.Outcome)
 				assert.Equal(t, "client_gone", d.Cause)
+				assert.False(t, d.Trip)
+				assert.Equal(t, len(c.list), d.CompletionTokens, "what was seen of it")
 				eventually(t, func() bool { return h.left.Load() == 1 }, "the engine sees it")
 			})
 		})
@@ -304,7 +300,9 @@ func TestRankResend(t *testing.T) {
 			},
 		}})
 		for range 4 {
-			require.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
+			a := g.post("/v1/chat/completions", chatBody)
+			require.Equal(t, 200, a.status, a.body)
+			assert.Equal(t, "1", a.header.Get("X-Dpserve-Attempts"), "not an attempt")
 		}
 		mu.Lock()
 		defer mu.Unlock()
@@ -319,8 +317,8 @@ func TestRankResend(t *testing.T) {
 	})
 }
 
-// TestRankHeaders: the engine gets the client's fields without those of the hop and of dpserve, and the
-// client gets the engine's in the same way.
+// RP39: an answer passes byte for byte. The engine gets the client's header fields without those of the
+// connection and of dpserve, spelled with `-` or `_`, and the client gets the engine's in the same way.
 func TestRankHeaders(t *testing.T) {
 	forEachTransport(t, func(t *testing.T, far bool) {
 		seen := make(chan http.Header, 1)
@@ -338,18 +336,28 @@ func TestRankHeaders(t *testing.T) {
 		a := g.post("/v1/chat/completions", chatBody, "Authorization", "Bearer x", "X-Custom", "1",
 			"X-Request-Id", "r1", "Connection", "X-Hop", "X-Hop", "1", "X-Dpserve-Session", "s",
 			"X-Forwarded-For", "1.2.3.4", "X-Data-Parallel-Rank", "7", "Dpserve-Rank", "9/9",
-			"Te", "trailers", "Content-Type", "application/json", "User-Agent", "client")
+			"Te", "trailers", "Content-Type", "application/json", "User-Agent", "client",
+			"X_dpserve_rank", "0/0", "Transfer_encoding", "chunked", "X_hop", "1", "X_mine", "m")
 		require.Equal(t, 200, a.status, a.body)
+		requireBytes(t, wholeAnswer, a.body)
 		assert.Equal(t, http.Header{
 			"Authorization": {"Bearer x"}, "X-Custom": {"1"}, "X-Request-Id": {"r1"},
 			"User-Agent": {"client"}, "Content-Type": {"application/json"}, "Content-Length": {"60"},
-			"Via": {"1.1 dpserve-n1"},
+			"Via": {"1.1 dpserve-n1"}, "X_mine": {"m"}, // which has no meaning for dpserve
 		}, <-seen)
 		assert.Equal(t, []string{"a", "b"}, a.header["X-Engine"])
 		assert.Empty(t, a.header["X-Hop"])
 		assert.Empty(t, a.header["Dpserve-Cause"])
-		assert.Equal(t, []string{"0"}, a.header["X-Dpserve-Rank"])
-		assert.Equal(t, []string{"r1"}, a.header["X-Request-Id"])
+		for name, want := range map[string]string{
+			"X-Request-Id": "r1", "Content-Type": "application/json", "X-Dpserve-App": "demo",
+			"X-Dpserve-Group": "0", "X-Dpserve-Rank": "0", "X-Dpserve-Attempts": "1",
+		} {
+			assert.Equal(t, []string{want}, a.header[name])
+		}
+		d := g.replicas[0].oneDone(t)
+		assert.Equal(t, []int{5, 1}, []int{d.PromptTokens, d.CompletionTokens})
+		requests, tokens, _ := g.in.Totals()
+		assert.Equal(t, []uint64{1, 1}, []uint64{requests, tokens})
 	})
 }
 
@@ -376,21 +384,6 @@ func TestRankAddressing(t *testing.T) {
 			})
 		})
 	}
-}
-
-// TestRankWithoutTicket: a request that computes no tokens asks no ticket, of a full rank as of any other.
-func TestRankWithoutTicket(t *testing.T) {
-	forEachTransport(t, func(t *testing.T, far bool) {
-		g := newRig(t, options{far: far, engines: []http.HandlerFunc{replies(200, `{"tokens":[1]}`)}})
-		a := g.post("/tokenize", `{"model":"demo","prompt":"x"}`)
-		assert.Equal(t, 200, a.status)
-		assert.JSONEq(t, `{"tokens":[1]}`, a.body)
-		r := g.replicas[0]
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		assert.Zero(t, r.admits)
-		assert.Empty(t, r.dones)
-	})
 }
 
 // TestRankReservation: a ticket without a request lives until it is freed; one that comes too late goes back.

@@ -49,40 +49,33 @@ func (g *rig) leg(rk *rank, body string, guard *rankleg.Guard) (*http.Response, 
 // which rank is meant. The ticket lives on after the request.
 func TestRankHeldTicket(t *testing.T) {
 	t.Parallel()
-	for mode, want := range map[string][2]string{
-		"url": {"", chatBody}, "header": {"6", chatBody},
-		"body": {"", chatBody[:len(chatBody)-1] + `,"routed_dp_rank":6}`},
-	} {
-		t.Run(mode, func(t *testing.T) {
-			forEachTransport(t, func(t *testing.T, far bool) {
-				seen := make(chan [2]string, 2)
-				g := newRig(t, options{
-					far: far, address: msg.Target{Addressing: mode, Selector: 6},
-					engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
-						b, _ := io.ReadAll(r.Body)
-						seen <- [2]string{r.Header.Get("X-Data-Parallel-Rank"), string(b)}
-						replies(200, wholeAnswer)(w, r)
-					}},
-				})
-				rk, free := g.hold()
-				for range 2 {
-					resp, reply, err := g.leg(rk, chatBody, nil)
-					require.NoError(t, err)
-					require.Equal(t, msg.Granted, reply.Refusal)
-					raw, err := io.ReadAll(resp.Body)
-					require.NoError(t, err)
-					require.NoError(t, resp.Body.Close())
-					assert.JSONEq(t, wholeAnswer, string(raw))
-					assert.Equal(t, want, <-seen)
-				}
-				r := g.replicas[0]
-				assert.Equal(t, 1, r.granted())
-				assert.Equal(t, 1, r.inFlight())
-				free()
-				assert.Equal(t, "ok", r.oneDone(t).Cause)
-			})
+	forEachTransport(t, func(t *testing.T, far bool) {
+		seen := make(chan string, 2)
+		g := newRig(t, options{
+			far: far, address: msg.Target{Addressing: "body", Selector: 6},
+			engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
+				b, _ := io.ReadAll(r.Body)
+				seen <- string(b)
+				replies(200, wholeAnswer)(w, r)
+			}},
 		})
-	}
+		rk, free := g.hold()
+		for range 2 {
+			resp, reply, err := g.leg(rk, chatBody, nil)
+			require.NoError(t, err)
+			require.Equal(t, msg.Granted, reply.Refusal)
+			raw, err := io.ReadAll(resp.Body)
+			require.NoError(t, err)
+			require.NoError(t, resp.Body.Close())
+			assert.JSONEq(t, wholeAnswer, string(raw))
+			assert.Equal(t, chatBody[:len(chatBody)-1]+`,"routed_dp_rank":6}`, <-seen)
+		}
+		r := g.replicas[0]
+		assert.Equal(t, 1, r.granted())
+		assert.Equal(t, 1, r.inFlight())
+		free()
+		assert.Equal(t, "ok", r.oneDone(t).Cause)
+	})
 }
 
 // TestRankHeldElsewhere: a request with a held ticket does not reach another incarnation of its rank.

@@ -181,6 +181,9 @@ type replica struct {
 	held        []*msg.Admit
 }
 
+// maxDones is how many Dones a replica keeps.
+const maxDones = 1000
+
 func (r *replica) TrySend(m any) error {
 	r.Send(m)
 	return nil
@@ -213,7 +216,7 @@ func (r *replica) Send(m any) {
 			r.emit(&msg.Record{Kind: msg.RecProgress, ReqID: a.ReqID, Ingress: a.Ingress, Out: m.Out})
 		}
 	case *msg.Done:
-		if len(r.dones) == 1000 {
+		if len(r.dones) == maxDones {
 			r.dones = r.dones[:0]
 		}
 		if m.Cause != "ticket_lapsed" {
@@ -523,6 +526,9 @@ func (g *rig) atRest() {
 	assert.Zero(g.t, g.in.bodies.taken.Load())
 	assert.Zero(g.t, g.in.QueueLen("demo"))
 	for _, r := range g.replicas {
+		if n := r.granted(); n < maxDones {
+			assert.LessOrEqual(g.t, len(r.allDones()), n, "a ticket of %s came back twice", r.id)
+		}
 		if r.node == "" {
 			assert.Zero(g.t, r.inFlight(), "in flight on %s", r.id)
 		} else { // another node gives tickets back in its own time
