@@ -44,6 +44,7 @@ var flags = map[string]Flag{
 	"host": {}, "api-key": {}, "model": {}, "data-parallel-address": {}, "kv-events-config": {},
 	"prefix-caching-hash-algo": {}, "kv-transfer-config": {},
 	"served-model-name":       {Many: true},
+	"runner":                  {Words: []string{"auto", "generate", "pooling"}},
 	"port":                    wholes(0, 65535),
 	"data-parallel-rpc-port":  wholes(0, 65535),
 	"data-parallel-size":      wholes(0, 4096),

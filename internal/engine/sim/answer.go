@@ -126,6 +126,9 @@ func (p *plan) event(choices ...chunkJSON) *eventJSON {
 func (c *choice) appendChunk(b []byte, s *settings, tokens int, why em.FinishReason) []byte {
 	p, from, at, last := c.call.plan, c.sentTokens, c.sentBytes, why != em.FinishNone
 	text, calls := c.delta(tokens, last), c.script.callsTools()
+	if p.form != nil {
+		return p.form.appendNew(b, c, em.ValidText(text), why)
+	}
 	if !calls && !last && from > 0 && p.logprobs < 0 && !p.returnIDs && !p.contUsage {
 		return c.appendPlain(b, text)
 	}
@@ -279,6 +282,9 @@ func (c *call) usage() (u *usageJSON, cached int) {
 // answer is the body of a finished call that does not stream.
 func (c *call) answer(s *settings) []byte {
 	p := c.plan
+	if p.form != nil {
+		return p.form.whole(c)
+	}
 	d := &wholeJSON{
 		ID: p.id, Object: "text_completion", Created: p.created, Model: p.model, Choices: []choiceJSON{},
 		Fingerprint: s.fingerprint, KVTransfer: c.legs.answer(),

@@ -84,6 +84,7 @@ type Features struct {
 	RequestIDHeaders    bool   // echo X-Request-Id
 	DevMode             bool   // development routes
 	AutoToolChoice      bool   // tools may be called; else such requests are refused
+	Pooling             bool   // the model makes vectors of texts and generates none
 }
 
 // Group is the rank's place among others.

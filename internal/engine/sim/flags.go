@@ -126,6 +126,7 @@ func (p *flagParser) settings() map[string]any {
 		"tensor-parallel-size": &c.TensorParallel, "enable-expert-parallel": &c.ExpertParallel,
 		"dp-sync-interval": &c.SyncInterval, "distributed-timeout-seconds": &m.CollectiveTimeout,
 		"sim-internal-lb": &c.InternalLB, "sim-first-rank": &c.FirstRank, "sim-global-index": &c.GlobalIndex,
+		"runner":    func(word string) error { c.Pooling = word == "pooling"; return nil },
 		"sim-death": func(word string) error { m.NCCL = word == "nccl"; return nil },
 
 		"kv-events-config": kv.parse, "prefix-caching-hash-algo": p.hashAlgo,

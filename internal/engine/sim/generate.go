@@ -55,7 +55,7 @@ func (s api) generate(w http.ResponseWriter, r *http.Request,
 // setRequestFields sets the fields of a plan that do not come from the body.
 func (s api) setRequestFields(p *plan, r *http.Request, prefix string) {
 	id := r.Header.Get("X-Request-Id")
-	if id == "" {
+	if id == "" || p.form != nil {
 		id = s.newID()
 	}
 	p.id, p.created, p.rank = prefix+id, s.now(), noRank
@@ -288,7 +288,7 @@ func (o *writer) send() {
 
 // chunks collects the events of all choices, as far as a fault lets them.
 func (o *writer) chunks() {
-	if o.call.plan.chat && !o.roles && o.anything() {
+	if o.call.plan.chat && o.call.plan.form == nil && !o.roles && o.anything() {
 		o.roles = true
 		for i := range o.call.choices {
 			o.buf = o.call.choices[i].appendRole(o.buf)
@@ -321,6 +321,9 @@ func (o *writer) anything() bool {
 
 // ending writes what follows the last choice.
 func (o *writer) ending() {
+	if o.call.plan.form != nil {
+		return // the last event of the choice says that it is complete
+	}
 	if o.call.plan.includeUsage {
 		o.buf = o.call.appendUsageEvent(o.buf, o.set)
 	}

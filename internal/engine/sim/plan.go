@@ -16,6 +16,7 @@ const (
 // plan is a checked generation request.
 type plan struct {
 	chat    bool
+	form    form // nil = that of completions or chats
 	id      string
 	model   string
 	created int64 // unix seconds

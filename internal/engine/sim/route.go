@@ -74,8 +74,31 @@ func (s api) authorized(r *http.Request) bool {
 // endpoint is what a path answers: to which methods, the one that Allow names first.
 type endpoint struct {
 	methods []string
-	isDev   bool // it needs the development mode; without it there is no such route
+	needs   need
 	serve   func(s api, w http.ResponseWriter, r *http.Request)
+}
+
+// need is what the engine must be so that it has a route.
+type need uint8
+
+const (
+	anyEngine  need = iota
+	devMode         // started in the development mode
+	generating      // its model generates text
+	pooling         // its model makes vectors of texts
+)
+
+func (s api) meets(n need) bool {
+	switch n {
+	case devMode:
+		return s.cfg.DevMode
+	case generating:
+		return !s.cfg.Pooling
+	case pooling:
+		return s.cfg.Pooling
+	case anyEngine:
+	}
+	return true
 }
 
 var (
@@ -83,25 +106,30 @@ var (
 	onlyPost = []string{http.MethodPost}
 
 	endpoints = map[string]endpoint{
-		"/v1/completions":      {onlyPost, false, api.completions},
-		"/v1/chat/completions": {onlyPost, false, api.chats},
-		"/health":              {onlyGet, false, api.health},
-		"/ping":                {[]string{http.MethodGet, http.MethodPost}, false, api.health},
-		"/v1/models":           {onlyGet, false, api.models},
-		"/version":             {onlyGet, false, api.version},
-		"/metrics":             {onlyGet, false, api.serveMetrics},
-		"/kv_event_sources":    {onlyGet, false, api.kvSources},
-		"/tokenize":            {onlyPost, false, api.tokenize},
-		"/detokenize":          {onlyPost, false, api.detokenize},
-		"/reset_prefix_cache":  {onlyPost, true, api.resetCache},
-		"/is_sleeping":         {onlyGet, true, api.isSleeping},
+		"/v1/completions":      {onlyPost, generating, api.completions},
+		"/v1/chat/completions": {onlyPost, generating, api.chats},
+		"/v1/responses":        {onlyPost, generating, api.responses},
+		"/v1/messages":         {onlyPost, generating, api.messages},
+		"/v1/embeddings":       {onlyPost, pooling, api.embeddings},
+		"/health":              {onlyGet, anyEngine, api.health},
+		"/ping":                {[]string{http.MethodGet, http.MethodPost}, anyEngine, api.health},
+		"/v1/models":           {onlyGet, anyEngine, api.models},
+		"/version":             {onlyGet, anyEngine, api.version},
+		"/metrics":             {onlyGet, anyEngine, api.serveMetrics},
+		"/kv_event_sources":    {onlyGet, anyEngine, api.kvSources},
+		"/tokenize":            {onlyPost, anyEngine, api.tokenize},
+		"/detokenize":          {onlyPost, anyEngine, api.detokenize},
+		"/reset_prefix_cache":  {onlyPost, devMode, api.resetCache},
+		"/is_sleeping":         {onlyGet, devMode, api.isSleeping},
+
+		"/v1/messages/count_tokens": {onlyPost, generating, api.countTokens},
 	}
 )
 
 func (s api) route(w http.ResponseWriter, r *http.Request) {
 	to, known := endpoints[r.URL.Path]
 	switch {
-	case !known, to.isDev && !s.cfg.DevMode:
+	case !known, !s.meets(to.needs):
 		s.writeJSON(w, http.StatusNotFound, []byte(`{"detail":"Not Found"}`))
 	case !slices.Contains(to.methods, r.Method):
 		w.Header().Set("Allow", to.methods[0])
