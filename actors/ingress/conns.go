@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	"context"
+	"crypto/tls"
 	"net"
 	"net/http"
 	"slices"
@@ -28,6 +29,7 @@ type clientConns struct {
 
 	maxConns int
 	timers   Timers
+	tls      *tls.Config // nil: connections have none
 	refuse   func() bool // of new connections, only probeConns are taken
 	clock    func() time.Duration
 	answered func(code int) // net/http has answered by itself, without a handler
@@ -51,8 +53,9 @@ const probeTime = time.Second
 
 func newClientConns(in *Ingress, l net.Listener) *clientConns {
 	return &clientConns{
-		Listener: l, maxConns: in.limits.MaxConns, timers: in.timers, refuse: in.memory.refusesConns,
-		clock: in.clock, answered: func(code int) { in.metrics.RequestRefused(telemetry.RouteOther, code) },
+		Listener: l, maxConns: in.limits.MaxConns, timers: in.timers, tls: in.tls,
+		refuse: in.memory.refusesConns,
+		clock:  in.clock, answered: func(code int) { in.metrics.RequestRefused(telemetry.RouteOther, code) },
 		roomFree: make(chan struct{}, 1), closed: make(chan struct{}), conns: map[*clientConn]struct{}{},
 	}
 }
@@ -64,7 +67,7 @@ func (l *clientConns) Accept() (net.Conn, error) {
 		if err != nil {
 			return nil, err
 		}
-		c := &clientConn{framedConn: framedConn{Conn: limitWriteBuffer(inner)}, conns: l}
+		c := &clientConn{framedConn: framedConn{Conn: withTLS(limitWriteBuffer(inner), l.tls)}, conns: l}
 		if l.refuse() {
 			if l.addProbe(c) {
 				return c, nil

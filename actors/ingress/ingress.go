@@ -8,6 +8,7 @@ package ingress
 import (
 	"cmp"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -55,6 +56,7 @@ type Config struct {
 	Serves    func() bool   // false: this node's lease is over, so its ranks may not serve; nil = always
 	// the API keys of clients, read for each request; nil: the endpoint has none
 	Keys   func() *apikeys.Set
+	TLS    *tls.Config       // of clients' connections, for HTTP/1.1 alone; nil = none
 	Access *telemetry.Access // counts by key; required with Keys
 	// to the ingresses of other nodes, for lockstep groups; nil: there are none
 	Groups msg.GroupLinks
@@ -71,6 +73,7 @@ type Ingress struct {
 	metrics   *telemetry.Metrics
 	keys      func() *apikeys.Set // nil: the endpoint has none
 	access    *telemetry.Access   // counts by key; nil without keys
+	tls       *tls.Config         // as Config.TLS
 	log       *slog.Logger
 	limits    Limits
 	timers    Timers
@@ -147,7 +150,7 @@ func New(c Config) (*Ingress, error) {
 		log:    slog.New(telemetry.LimitLines(c.Log.Handler())).With(slog.String("component", "ingress")),
 		limits: c.Limits.withDefaults(),
 		timers: c.Timers.withDefaults(),
-		keys:   c.Keys, access: c.Access,
+		keys:   c.Keys, access: c.Access, tls: c.TLS,
 		seed: c.Seed, clockBase: time.Now(),
 		appTable: appTable{
 			appRouters: map[string]*appRouter{}, unplaced: unplacedApps{changed: make(chan struct{}, 1)},

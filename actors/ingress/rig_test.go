@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -444,6 +445,7 @@ type options struct {
 	home    int         // … but this many at the end
 	lease   func() bool // of the node that has the ranks
 	keys    func() *apikeys.Set
+	tls     *tls.Config
 }
 
 const model1 = "demo"
@@ -499,7 +501,7 @@ func newRig(t *testing.T, o options) *rig {
 	}
 	c := Config{
 		Node: "n1", Version: "v-test", Store: g.store, Feed: g.feed, Metrics: telemetry.New(), Seed: 7,
-		Limits: o.limits, Timers: o.timers, Serves: o.lease,
+		Limits: o.limits, Timers: o.timers, Serves: o.lease, TLS: o.tls,
 		Log: slog.New(slog.NewTextHandler(g.logs, &slog.HandlerOptions{Level: o.level})),
 	}
 	if o.keys != nil {

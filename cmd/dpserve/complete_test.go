@@ -85,7 +85,7 @@ func TestCompletionWithoutClusterIsSilent(t *testing.T) {
 	assert.NotContains(t, c.stderr(), "no answer")
 
 	c = newCLI(t)
-	c.newAdmin = func(string) (admin, error) { return nil, errors.New("bad address") }
+	c.newAdmin = func(string, ...client.Option) (admin, error) { return nil, errors.New("bad address") }
 	assert.Empty(t, completed(t, c, "drain", ""))
 	assert.NotContains(t, c.stderr(), "bad address")
 }

@@ -26,7 +26,7 @@ type env struct {
 	now    func() time.Time
 
 	newNode  func(server.Config) (node, error)
-	newAdmin func(addr string) (admin, error)
+	newAdmin func(addr string, options ...client.Option) (admin, error)
 	execute  func() error // replaces this process by program
 	program  string       // path that this process was started by
 
@@ -137,8 +137,8 @@ type admin interface {
 // adminClient is a client of the admin API. Requests about a Router go to the client of that Router.
 type adminClient struct{ *client.Client }
 
-func newAdmin(addr string) (admin, error) {
-	c, err := client.New(addr)
+func newAdmin(addr string, options ...client.Option) (admin, error) {
+	c, err := client.New(addr, options...)
 	return adminClient{c}, err
 }
 

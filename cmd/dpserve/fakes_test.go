@@ -41,7 +41,7 @@ func newCLI(t *testing.T) *cli {
 	c.env = newEnv(streams, newInterrupts())
 	home := t.TempDir()
 	c.getenv = func(name string) string { return map[string]string{"HOME": home}[name] }
-	c.newAdmin = func(addr string) (admin, error) {
+	c.newAdmin = func(addr string, _ ...client.Option) (admin, error) {
 		c.asked = append(c.asked, addr)
 		return c.cluster, nil
 	}

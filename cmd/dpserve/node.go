@@ -54,6 +54,10 @@ func (f *nodeFlags) addCommon(cmd *cobra.Command) {
 	flags.StringVar(&f.config.APIKeysFile, "api-keys", "",
 		"`FILE` with the API keys of the endpoint's clients, a line each: NAME KEY [models=a,b]; read again "+
 			"when it changes; default: DPSERVE_API_KEYS_FILE, else clients need no key")
+	flags.StringVar(&f.config.TLSCert, "tls-cert", "",
+		"PEM `FILE` of the certificate, with its chain, for the endpoint and the admin API; read again when "+
+			"it changes; default: no TLS")
+	flags.StringVar(&f.config.TLSKey, "tls-key", "", "PEM `FILE` of the private key of --tls-cert")
 	flags.StringVar(&f.config.LogFormat, "log-format", f.config.LogFormat, "text or json")
 	flags.StringVar(&f.config.LogLevel, "log-level", f.config.LogLevel, "debug, info, warn or error")
 }
@@ -242,6 +246,14 @@ func (s *serving) stop(sig *interrupts, scr *screen) error {
 		scr.printMessage("warning: the node does not end; its engines die with this process")
 	}
 	return &silentError{code: exitInterrupted}
+}
+
+// schemeOf returns the scheme of the URLs at which a node's clients and operators reach it.
+func schemeOf(c *server.Config) string {
+	if c.TLSCert != "" {
+		return "https"
+	}
+	return "http"
 }
 
 // newNode makes a node in this process and sets the process's memory limit.

@@ -73,7 +73,7 @@ func runStart(ctx context.Context, e *env, f *nodeFlags, output format) error {
 		return err
 	}
 	defer func() { _ = s.Close() }() // stop has returned the error
-	if err := printAddress(e, s, c.NodeID, output); err != nil {
+	if err := printAddress(e, s, &c, output); err != nil {
 		return err
 	}
 	if at, token := s.FirstToken(); token != "" {
@@ -116,12 +116,12 @@ func endStart(e *env, s *serving, id string) error {
 }
 
 // printAddress prints the addresses that the node listens on, in the requested format.
-func printAddress(e *env, s *serving, id string, output format) error {
+func printAddress(e *env, s *serving, c *server.Config, output format) error {
 	a := address{
-		Node: id, Admin: s.AdminAddr(), Metrics: s.MetricsAddr(), PID: os.Getpid(),
+		Node: c.NodeID, Admin: s.AdminAddr(), Metrics: s.MetricsAddr(), PID: os.Getpid(),
 	}
 	if at := s.HTTPAddr(); at != "" {
-		a.URL = "http://" + at
+		a.URL = schemeOf(c) + "://" + at
 	}
 	if output == formatJSON {
 		return writeJSONLine(e.io.Out, versioned{a})
@@ -133,7 +133,7 @@ func printAddress(e *env, s *serving, id string, output format) error {
 	if a.URL != "" {
 		endpoint = "endpoint " + a.URL + "/v1\n"
 	}
-	_, err := fmt.Fprintf(e.io.Out, "node %s\n%sadmin http://%s\n%s", a.Node, endpoint, a.Admin,
+	_, err := fmt.Fprintf(e.io.Out, "node %s\n%sadmin %s://%s\n%s", a.Node, endpoint, schemeOf(c), a.Admin,
 		formatMetricsLine(a.Metrics))
 	return err
 }

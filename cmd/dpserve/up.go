@@ -2,11 +2,13 @@ package main
 
 import (
 	"context"
+	"crypto/tls"
 	_ "embed" // the application of `up` without a file
 	"errors"
 	"fmt"
 	"math"
 	"net"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -18,6 +20,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -161,7 +164,7 @@ func runUp(ctx context.Context, e *env, f *upFlags, file *appFile) (err error) {
 	}
 	defer func() { scr.clear(); err = errors.Join(err, s.Close()) }()
 	reportReplacedPorts(s, c, scr)
-	cluster, err := e.newAdmin(s.AdminAddr())
+	cluster, err := e.newAdmin(ownNode(&c, s.AdminAddr()))
 	if err == nil {
 		defer cluster.Close()
 		err = deployToSelf(ctx, e, s, cluster, file, scr)
@@ -180,6 +183,21 @@ func runUp(ctx context.Context, e *env, f *upFlags, file *appFile) (err error) {
 		return s.stop(e.sig, scr)
 	}
 }
+
+// ownNode returns what newAdmin wants for the node of this process. Its certificate may hold only names by
+// which others reach it, and no other process can answer at its port.
+func ownNode(c *server.Config, addr string) (string, client.Option) {
+	if c.TLSCert == "" {
+		return addr, func(*client.Client) {}
+	}
+	return "https://" + addr, client.WithTransport(&http.Transport{
+		TLSClientConfig:       &tls.Config{InsecureSkipVerify: true}, //nolint:gosec // see above
+		ResponseHeaderTimeout: ownAnswerTimeout,
+	})
+}
+
+// ownAnswerTimeout bounds an answer of the node of this process.
+const ownAnswerTimeout = 35 * time.Second
 
 // makeDataDir makes a temporary folder, unless --data-dir names one to keep.
 func makeDataDir(f *upFlags, c *server.Config) (remove func() error, err error) {
@@ -253,14 +271,14 @@ func stopUnserved(e *env, s *serving, scr *screen, err error) error {
 func printWelcome(ctx context.Context, e *env, f *upFlags, s *serving, cluster admin, c *server.Config,
 ) error {
 	if !f.output.isTable() {
-		return printAddress(e, s, c.NodeID, *f.output)
+		return printAddress(e, s, c, *f.output)
 	}
 	apps, err := cluster.Apps(ctx)
 	if err != nil {
 		return err
 	}
-	_, _ = fmt.Fprintf(e.io.Out, "endpoint http://%s/v1\nadmin http://%s\n%s\n", s.HTTPAddr(), s.AdminAddr(),
-		formatMetricsLine(s.MetricsAddr()))
+	_, _ = fmt.Fprintf(e.io.Out, "endpoint %[1]s://%[2]s/v1\nadmin %[1]s://%[3]s\n%[4]s\n", schemeOf(c),
+		s.HTTPAddr(), s.AdminAddr(), formatMetricsLine(s.MetricsAddr()))
 	if len(apps) > 0 {
 		columns := math.MaxInt // a script reads lines
 		if e.io.OutTTY {
@@ -292,8 +310,8 @@ func formatCurlLine(c *server.Config, addr, model string, columns int) string {
 	if c.APIKeysFile != "" {
 		key = `-H "Authorization: Bearer $KEY" `
 	}
-	lines := fmt.Sprintf("curl -N http://%s/v1/chat/completions %s-H "+
-		"'content-type: application/json' -d '%s'", addr, key, strings.ReplaceAll(body, `'`, `'\''`))
+	lines := fmt.Sprintf("curl -N %s://%s/v1/chat/completions %s-H 'content-type: application/json' "+
+		"-d '%s'", schemeOf(c), addr, key, strings.ReplaceAll(body, `'`, `'\''`))
 	line := strings.NewReplacer("{\n  ", "{", "\n  ", " ").Replace(lines)
 	if textWidth(line) > columns {
 		return lines

@@ -7,6 +7,7 @@ import (
 	"bufio"
 	"cmp"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -61,6 +62,7 @@ type Config struct {
 	Forward  Forward      // nil = this node answers every request
 	NoLeader func() error // the error while no node leads; required with Forward
 	Metrics  http.Handler // nil = 404 on /metrics
+	TLS      *tls.Config  // nil = none
 	Hosts    []string     // names of this node in Host headers; localhost and IP addresses need no name here
 	Version  client.BuildInfo
 	Endpoint func() string // URL of this node's OpenAI endpoint; nil = Version has none
@@ -150,7 +152,11 @@ func (s *Server) Serve() error {
 	if srv == nil {
 		return fmt.Errorf("serve the %s: call Attach first", s.name)
 	}
-	if err := srv.Serve(netutil.LimitListener(ln, maxConnections)); !errors.Is(err, http.ErrServerClosed) {
+	ln = netutil.LimitListener(ln, maxConnections)
+	if s.cfg.TLS != nil {
+		ln = tls.NewListener(ln, s.cfg.TLS)
+	}
+	if err := srv.Serve(ln); !errors.Is(err, http.ErrServerClosed) {
 		return err
 	}
 	return nil

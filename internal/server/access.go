@@ -9,12 +9,18 @@ import (
 type access struct {
 	metrics *telemetry.Access
 	keys    *watchedFiles[apikeys.Set] // nil: the endpoint has no keys
+
+	tls      *watchedFiles[certificate] // nil: no TLS for clients and operators
+	warnedOf string                     // the last line about the end of the certificate
 }
 
-// openAccess reads the files of keys. It binds nothing.
+// openAccess reads the files of keys and certificates. It binds nothing.
 func (n *Node) openAccess() error {
 	a := &n.access
 	a.metrics = n.metrics.Access()
+	if err := n.openTLS(); err != nil {
+		return err
+	}
 	if n.cfg.APIKeysFile == "" {
 		return nil
 	}
@@ -35,6 +41,9 @@ func (n *Node) openAccess() error {
 func (n *Node) followAccess() {
 	if k := n.access.keys; k != nil {
 		n.life.writers.Go(func() { k.follow(n.life.ctx) })
+	}
+	if t := n.access.tls; t != nil {
+		n.life.writers.Go(func() { t.follow(n.life.ctx) })
 	}
 }
 

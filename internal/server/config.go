@@ -70,12 +70,14 @@ type Join struct {
 
 // Config describes one node.
 type Config struct {
-	NodeID         string                   // default: host name
-	DataDir        string                   // raft log, epochs, engine logs; "" = nothing survives a restart
-	HTTPBind       string                   // OpenAI endpoint
-	AdminBind      string                   // admin REST and /metrics
-	AdminHosts     []string                 // further names in Host headers that the admin port accepts
-	APIKeysFile    string                   // API keys of the endpoint's clients; "" = it wants none
+	NodeID         string   // default: host name
+	DataDir        string   // raft log, epochs, engine logs; "" = nothing survives a restart
+	HTTPBind       string   // OpenAI endpoint
+	AdminBind      string   // admin REST and /metrics
+	AdminHosts     []string // further names in Host headers that the admin port accepts
+	APIKeysFile    string   // API keys of the endpoint's clients; "" = it wants none
+	TLSCert        string   // file for HTTPBind and AdminBind; "" = no TLS; with TLSKey
+	TLSKey         string
 	MetricsBind    string                   // /metrics without the admin API; "" = only at AdminBind
 	MaxBody        int                      // MiB of one inference request's body; memory use grows with it
 	PortRange      string                   // LO-HI, ports of engines
@@ -147,6 +149,10 @@ func (c *Config) Validate() error {
 				"--admin-host %q: want a host name, without scheme and port", name).
 				WithHint("for example --admin-host dpserve.example.com; IP addresses need none")
 		}
+	}
+	if (c.TLSCert == "") != (c.TLSKey == "") {
+		return problem.New(problem.InvalidArgument, "--tls-cert and --tls-key belong together").
+			WithHint("give both files, or none")
 	}
 	if _, _, err := parsePortRange(c.PortRange); err != nil {
 		return err

@@ -251,6 +251,11 @@ func (n *Node) warning() string {
 			out = append(out, text)
 		}
 	}
+	if t := n.access.tls; t != nil {
+		if text := t.current().warning(time.Now()); text != "" {
+			out = append(out, text)
+		}
+	}
 	if n.peering != nil {
 		if text := n.peering.Certificates.Warning(time.Now()); text != "" {
 			out = append(out, text)
@@ -434,7 +439,7 @@ func (n *Node) buildServers(t *timers) error {
 		cfg := ingress.Config{
 			Node: n.cfg.NodeID, Pseudonym: pseudonym(n), Version: n.cfg.Version, Store: n.store,
 			Feed: n.hub, Metrics: n.metrics, Log: n.log, Timers: t.ingress, Seed: randomUint64(),
-			Keys: n.access.apiKeys(), Access: n.access.metrics, Actors: n.system,
+			TLS: n.access.tlsConfig(), Keys: n.access.apiKeys(), Access: n.access.metrics, Actors: n.system,
 			Dial: n.cfg.dialer(), Serves: n.node.Serves(), Note: n.search.note,
 			Limits: ingress.Limits{
 				MaxBody: int64(n.cfg.MaxBody) << 20, MaxConns: maxConns(n.log, fileLimit(), n.cfg.Slots),
@@ -479,6 +484,7 @@ func (n *Node) buildServers(t *timers) error {
 		Backend: b, Ranks: b, Nodes: b, Routers: newRouters(n), Metrics: metrics, Forward: n.leaderHandler,
 		NoLeader: n.errNoLeader,
 		Version:  client.BuildInfo{Version: n.cfg.Version, Node: n.cfg.NodeID},
+		TLS:      n.access.tlsConfig(),
 		Endpoint: n.endpoint, Log: n.log, Hosts: n.adminHosts(), Restarts: b,
 	})
 	if err := n.admin.Attach(n.ports.admin); err != nil {

@@ -290,7 +290,7 @@ func (n *Node) endpoint() string {
 	if ip := net.ParseIP(host); ip != nil && ip.IsUnspecified() {
 		host = cmp.Or(n.cfg.Advertise, "127.0.0.1")
 	}
-	return "http://" + net.JoinHostPort(host, port)
+	return n.access.scheme() + "://" + net.JoinHostPort(host, port)
 }
 
 // AdminAddr is the address of the admin API.

@@ -28,7 +28,8 @@ type watchedFiles[T any] struct {
 	paths  []string // all are read for one value
 	parse  func(texts [][]byte) (*T, error)
 	report func(failed bool)    // for metrics: the files on disk cannot be used
-	use    func(before, now *T) // for metrics; nil = nothing
+	use    func(before, now *T) // a value is new; before is nil at the start; nil = nothing
+	each   func(now *T)         // after each look; nil = nothing
 	log    *slog.Logger
 	value  atomic.Pointer[T]
 	used   [sha256.Size]byte // of the bytes of value
@@ -130,6 +131,9 @@ func (w *watchedFiles[T]) follow(ctx context.Context) {
 		select {
 		case <-tick.C:
 			w.look()
+			if w.each != nil {
+				w.each(w.current())
+			}
 		case <-ctx.Done():
 			return
 		}

@@ -1,0 +1,98 @@
+package server
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/telemetry"
+)
+
+// expiryNotice is how long before its end a certificate is warned about.
+const expiryNotice = 14 * 24 * time.Hour
+
+// certificate is the pair of --tls-cert and --tls-key.
+type certificate struct {
+	pair    tls.Certificate
+	expires time.Time
+}
+
+// parseCertificate reads the two files in the order of the flags.
+func parseCertificate(texts [][]byte) (*certificate, error) {
+	pair, err := tls.X509KeyPair(texts[0], texts[1])
+	if err == nil && pair.Leaf == nil {
+		pair.Leaf, err = x509.ParseCertificate(pair.Certificate[0])
+	}
+	if err != nil {
+		return nil, problem.New(problem.InvalidArgument, "%w", err).
+			WithHint("want PEM files of a certificate, with its chain, and of its private key")
+	}
+	return &certificate{pair: pair, expires: pair.Leaf.NotAfter}, nil
+}
+
+// warning says that the certificate expires soon or has expired; "" if neither.
+func (c *certificate) warning(now time.Time) string {
+	switch left := c.expires.Sub(now); {
+	case left <= 0:
+		return fmt.Sprintf("the certificate of --tls-cert has expired at %s; replace the files, the node "+
+			"reads them again", c.expires.UTC().Format(time.RFC3339))
+	case left < expiryNotice:
+		return fmt.Sprintf("the certificate of --tls-cert expires at %s; replace the files, the node reads "+
+			"them again", c.expires.UTC().Format(time.RFC3339))
+	}
+	return ""
+}
+
+// openTLS reads the certificate for clients and operators.
+func (n *Node) openTLS() error {
+	a := &n.access
+	if n.cfg.TLSCert == "" {
+		return nil
+	}
+	a.tls = &watchedFiles[certificate]{
+		what: "--tls-cert, --tls-key", paths: []string{n.cfg.TLSCert, n.cfg.TLSKey}, log: n.log,
+		parse:  parseCertificate,
+		report: func(failed bool) { a.metrics.FileFailed(telemetry.FileTLS, failed) },
+		use: func(_, now *certificate) {
+			a.metrics.CertificateExpires(now.expires.Unix())
+			a.warnOfExpiry(n.log, now, time.Now())
+		},
+		each: func(now *certificate) { a.warnOfExpiry(n.log, now, time.Now()) },
+	}
+	return a.tls.open()
+}
+
+// warnOfExpiry writes one line of the log when a certificate begins to need a new one, and one when it has
+// expired.
+func (a *access) warnOfExpiry(log *slog.Logger, c *certificate, now time.Time) {
+	if text := c.warning(now); text != a.warnedOf {
+		if a.warnedOf = text; text != "" {
+			log.Warn("the certificate for clients and operators needs a new one", slog.String("why", text))
+		}
+	}
+}
+
+// tlsConfig returns the TLS of the ports for clients and operators, nil without a certificate. Only new
+// connections use a new certificate, so a change cuts none. HTTP/2 is not offered.
+func (a *access) tlsConfig() *tls.Config {
+	if a.tls == nil {
+		return nil
+	}
+	return &tls.Config{
+		MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"},
+		GetCertificate: func(*tls.ClientHelloInfo) (*tls.Certificate, error) {
+			return &a.tls.current().pair, nil
+		},
+	}
+}
+
+// scheme is that of the URLs of the ports for clients and operators.
+func (a *access) scheme() string {
+	if a.tls == nil {
+		return "http"
+	}
+	return "https"
+}
