@@ -115,7 +115,7 @@ func (f *Factory) hasher() kvindex.Hasher {
 func NewClient(rt http.RoundTripper) func(spec *msg.ReplicaSpec) Engine {
 	return func(spec *msg.ReplicaSpec) Engine {
 		addr := engine.Addressing{Mode: spec.Target.Addressing, Selector: spec.Target.Selector}
-		return engine.NewClient(spec.Target.URL, addr, engine.APIKey(spec.App), rt)
+		return engine.NewClient(spec.Target.URL, addr, spec.Target.Access, rt)
 	}
 }
 

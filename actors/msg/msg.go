@@ -4,6 +4,7 @@ package msg
 
 import (
 	"context"
+	"crypto/tls"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/app"
@@ -91,10 +92,20 @@ type Ticket struct {
 
 // Target is the address of a rank's engine, and how the rank is named there.
 type Target struct {
-	URL        string // http://host:port, no path
+	URL        string // http://host:port; of an attached engine also the path that its routes begin with
 	Addressing string // url | header | body
 	Selector   int
 	Owned      bool // started by dpserve (idle connections may live 100 s), else attached (4 s)
+	// how the rank's node gets into the engine; nil: without key and as the machine trusts. Other nodes do
+	// not get it
+	Access Access
+}
+
+// Access is how a node gets into an engine. engine.Access implements it.
+type Access interface {
+	Key() string       // of dpserve's own requests; "" = none
+	ClientKey() string // of requests of clients, in place of what they bring; "" = they keep that
+	TLS() *tls.Config  // nil = as the machine trusts
 }
 
 // FirstToken says that the prefill of a ticket is done.

@@ -70,7 +70,7 @@ func findElsewhere(ctx context.Context, r *rank) error {
 		}
 		ctx, cancel := context.WithTimeout(ctx, r.healthTimeout())
 		url := "http://" + net.JoinHostPort(engine.Loopback, strconv.Itoa(port))
-		_, err := engine.NewClient(url, engine.Addressing{}, engine.APIKey(r.unit.m.App),
+		_, err := engine.NewClient(url, engine.Addressing{}, r.target.Access,
 			r.unit.n.cfg.Transport).Models(ctx)
 		cancel()
 		if err == nil {

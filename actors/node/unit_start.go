@@ -178,9 +178,15 @@ func (u *unit) makeRank(g state.RankGrant, meeting engine.Bind) (*rank, error) {
 	if err != nil {
 		return nil, err
 	}
+	access, err := engine.AccessTo(u.m.App)
+	if err != nil {
+		return nil, err
+	}
 	r := &rank{
 		unit: u, grant: g, events: eventSource(l.Events),
-		target: msg.Target{URL: l.URL, Addressing: l.Addressing, Selector: l.Selector, Owned: !u.attached()},
+		target: msg.Target{
+			URL: l.URL, Addressing: l.Addressing, Selector: l.Selector, Owned: !u.attached(), Access: access,
+		},
 	}
 	u.found.correct(r)
 	r.drawIncarnation()
@@ -193,8 +199,7 @@ func (u *unit) makeRank(g state.RankGrant, meeting engine.Bind) (*rank, error) {
 		return nil, err
 	}
 	r.client = engine.NewClient(r.target.URL,
-		engine.Addressing{Mode: r.target.Addressing, Selector: r.target.Selector}, engine.APIKey(u.m.App),
-		u.n.cfg.Transport)
+		engine.Addressing{Mode: r.target.Addressing, Selector: r.target.Selector}, access, u.n.cfg.Transport)
 	r.openLog()
 	return r, nil
 }

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/engine/attach"
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -26,14 +27,14 @@ const (
 // attachFile probes running engines and writes an app.yaml that puts one endpoint in front of them. All
 // engines must serve the first engine's model; other names that all of them serve become aliases. note says
 // what else the engines tell of themselves; "" = nothing.
-func attachFile(ctx context.Context, urls []string) (text []byte, note string, err error) {
+func attachFile(ctx context.Context, urls []string, with app.Engine) (text []byte, note string, err error) {
 	engines := make([]string, len(urls))
 	for i, u := range urls {
 		if engines[i], err = engineURL("up", "--attach", u); err != nil {
 			return nil, "", err
 		}
 	}
-	found, err := probeAll(ctx, engines)
+	found, err := probeAll(ctx, engines, with)
 	if err != nil {
 		return nil, "", err
 	}
@@ -43,7 +44,7 @@ func attachFile(ctx context.Context, urls []string) (text []byte, note string, e
 	}
 	family := commonFamily(found)
 	layout := attach.Arrange(family, found)
-	return writeAttach(family, names, &layout), layout.Note, nil
+	return writeAttach(family, names, &layout, &with), layout.Note, nil
 }
 
 // commonFamily is the family of the engines. Engines of several families share only the API.
@@ -56,19 +57,23 @@ func commonFamily(found []attach.Found) string {
 	return found[0].Family
 }
 
-// engineURL checks a URL of the command line and returns it as scheme://host:port. It accepts a trailing /v1,
-// because OpenAI clients use such base URLs.
+// engineURL checks a URL of the command line and returns it as scheme://host:port, with the path that the
+// engine's routes begin with. It accepts a trailing /v1, because OpenAI clients use such base URLs.
 func engineURL(cmd, what, text string) (string, error) {
 	s := strings.TrimSuffix(strings.TrimSuffix(strings.TrimRight(strings.TrimSpace(text), "/"), "/v1"), "/")
 	u, err := url.Parse(s)
-	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.Path != "" ||
+	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" ||
 		u.RawQuery != "" || u.User != nil {
 		return "", usageError(cmd, "%s %q: wanted http://HOST:PORT", what, text)
 	}
 	return s, nil
 }
 
-func probeAll(ctx context.Context, urls []string) ([]attach.Found, error) {
+func probeAll(ctx context.Context, urls []string, with app.Engine) ([]attach.Found, error) {
+	access, err := engine.AccessTo(&app.Application{Engine: with})
+	if err != nil {
+		return nil, err
+	}
 	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
 	found := make([]attach.Found, len(urls))
@@ -76,7 +81,7 @@ func probeAll(ctx context.Context, urls []string) ([]attach.Found, error) {
 	g.SetLimit(probesAtOnce)
 	for i, u := range urls {
 		g.Go(func() (err error) {
-			found[i], err = attach.Probe(ctx, u, nil)
+			found[i], err = attach.Probe(ctx, u, access)
 			return err
 		})
 	}
@@ -104,7 +109,7 @@ func commonModels(found []attach.Found) ([]string, error) {
 }
 
 // writeAttach writes the shortest app.yaml for the engines.
-func writeAttach(family string, models []string, layout *attach.Layout) []byte {
+func writeAttach(family string, models []string, layout *attach.Layout, with *app.Engine) []byte {
 	var b strings.Builder
 	fmt.Fprintf(&b, "applications:\n  - name: %s\n    model:\n      id: %s\n",
 		dnsLabel(models[0], "attached"), quoteString(models[0]))
@@ -118,7 +123,17 @@ func writeAttach(family string, models []string, layout *attach.Layout) []byte {
 		fmt.Fprintf(&b, "    data_parallel:\n      dp_size: %d\n      coupling: %s\n", len(layout.Ranks),
 			app.Lockstep)
 	}
-	fmt.Fprintf(&b, "    engine:\n      kind: %s\n      family: %s\n      ranks:\n", app.KindAttach, family)
+	fmt.Fprintf(&b, "    engine:\n      kind: %s\n      family: %s\n", app.KindAttach, family)
+	if with.APIKeyEnv != "" {
+		fmt.Fprintf(&b, "      api_key_env: %s\n", quoteString(with.APIKeyEnv))
+	}
+	if with.APIKeyFile != "" {
+		fmt.Fprintf(&b, "      api_key_file: %s\n", quoteString(with.APIKeyFile))
+	}
+	if with.TLS != nil {
+		fmt.Fprintf(&b, "      tls:\n        ca: %s\n", quoteString(with.TLS.CA))
+	}
+	b.WriteString("      ranks:\n")
 	for _, r := range layout.Ranks {
 		fmt.Fprintf(&b, "        - url: %s\n", quoteString(r.URL))
 		if r.Selector >= 0 {

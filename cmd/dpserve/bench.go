@@ -9,6 +9,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/loadgen"
 	"github.com/dpserve/dpserve/internal/problem"
 )
@@ -123,7 +124,7 @@ func runBench(ctx context.Context, e *env, f *benchFlags) error {
 		}
 	}
 	if c.Model == "" {
-		found, err := probeAll(ctx, []string{c.URL})
+		found, err := probeAll(ctx, []string{c.URL}, app.Engine{})
 		if err != nil {
 			return err
 		}
@@ -150,7 +151,7 @@ func runBench(ctx context.Context, e *env, f *benchFlags) error {
 func benchOverhead(ctx context.Context, e *env, proxied loadgen.Config, f *benchFlags) error {
 	direct := proxied
 	direct.URL = f.direct
-	if _, err := probeAll(ctx, []string{f.direct}); err != nil {
+	if _, err := probeAll(ctx, []string{f.direct}, app.Engine{}); err != nil {
 		return err
 	}
 	report, err := loadgen.RunOverhead(ctx, direct, proxied)

@@ -39,6 +39,8 @@ const upGraceS = 10
 type upFlags struct {
 	node   *nodeFlags
 	attach []string
+	access app.Engine // how the engines of --attach are reached: the key and the CA
+	ca     string     // of access
 	engine string
 	keep   string // --data-dir
 	set    *pflag.FlagSet
@@ -72,6 +74,10 @@ at once. "dpserve help status" explains the columns.`,
 	flags := cmd.Flags()
 	f.set = flags
 	flags.StringSliceVar(&f.attach, "attach", nil, "`URL`s of engines that already run, instead of FILE")
+	flags.StringVar(&f.access.APIKeyEnv, "engine-api-key-env", "",
+		"environment `variable` with the API key that the engines of --attach ask for")
+	flags.StringVar(&f.access.APIKeyFile, "engine-api-key-file", "", "`file` with that key instead")
+	flags.StringVar(&f.ca, "engine-ca", "", "`file` with the CA of engines of --attach over https")
 	flags.StringVar(&f.engine, "engine", "", "sim: run the file on the simulated engine")
 	flags.StringVar(&f.keep, "data-dir", "", "`folder` to keep; default: a temporary one")
 	f.node.addCommon(cmd)
@@ -109,7 +115,10 @@ func readUpFile(ctx context.Context, e *env, f *upFlags, args []string) (*appFil
 	case len(f.attach) > 0:
 		name = "--attach"
 		var note string
-		if text, note, err = attachFile(ctx, f.attach); err != nil {
+		if f.ca != "" {
+			f.access.TLS = &app.EngineTLS{CA: f.ca}
+		}
+		if text, note, err = attachFile(ctx, f.attach, f.access); err != nil {
 			return nil, err
 		}
 		if note != "" {

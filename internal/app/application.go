@@ -143,8 +143,24 @@ type Engine struct {
 	// no progress with work in flight: then a one-token probe of 10 s decides. A process that stands still
 	// for less than this time and those 10 s keeps its streams
 	StallTimeoutS float64 `json:"stall_timeout_s" is:"seconds" default:"20"`
+	// attach: environment variable of the node's dpserve with the engines' API key. dpserve's own requests
+	// bring it, and those of clients, in place of their own. The key itself never stands in this file
+	APIKeyEnv string `json:"api_key_env,omitempty" is:"variable"`
+	// attach: file on the node with the engines' API key, instead of `api_key_env`; read again when it
+	// changes
+	APIKeyFile string `json:"api_key_file,omitempty" is:"file"`
+	// attach: whom the node trusts as an engine over https
+	TLS *EngineTLS `json:"tls,omitempty" unset:"the machine's CAs"`
 	// attach: the running engines
 	Ranks []AttachRank `json:"ranks,omitempty" unset:"required for attach"`
+}
+
+// EngineTLS says whom a node trusts as an engine over https.
+type EngineTLS struct {
+	// file on the node with the CA's certificates (PEM)
+	CA string `json:"ca,omitempty" is:"file" unset:"the machine's CAs"`
+	// `true`: any certificate will do. Who is between the node and the engine can read and change everything
+	InsecureSkipVerify bool `json:"insecure_skip_verify,omitempty" is:"true or false"`
 }
 
 // Arg is one engine argument; Value is string, bool, int64, float64, []any or map[string]any.
@@ -158,7 +174,7 @@ type Args []Arg
 
 // AttachRank is one running engine of kind attach.
 type AttachRank struct {
-	// scheme, host and port, without a path
+	// scheme, host and port, and the path that the engine's routes begin with, without `/v1`
 	URL string `json:"url" need:"write url: \"http://HOST:PORT\""`
 	// `header` (X-data-parallel-rank) or `body` (field routed_dp_rank): one URL for several ranks
 	Addressing string `json:"addressing,omitempty" words:"url | header | body" default:"url"`

@@ -134,6 +134,12 @@ func (c cursor) read(into reflect.Value, k *key) {
 		c.readWhole(into, k)
 	case reflect.Float64:
 		c.readNumber(into, k)
+	case reflect.Bool:
+		if c.n.shape != boolShape {
+			c.refuseValue(k.wanted, "")
+			return
+		}
+		into.SetBool(c.n.truth())
 	}
 }
 

@@ -347,8 +347,14 @@ func TestAttachSizes(t *testing.T) {
 	assert.Equal(t, AddressURL, a.Engine.Rank(0, 0).Addressing)
 }
 
+// keyed is a file with an engine.
+func keyed(engine string) string {
+	return "applications: [{name: demo, model: {id: demo}, engine: {" + engine + "}}]"
+}
+
 func TestAttachFaults(t *testing.T) {
 	t.Parallel()
+	const one = "kind: attach, ranks: [{url: 'http://a:1'}], "
 	for _, c := range [][2]string{
 		{attach(`{url: "127.0.0.1:8000"}`), "wanted http://HOST:PORT"},
 		{attach(`{url: "localhost"}`), "write http:// in front"},
@@ -356,9 +362,17 @@ func TestAttachFaults(t *testing.T) {
 		{attach(`{url: "http://"}`), "wanted http://HOST:PORT"},
 		{attach(`{url: "http://a:0"}`), "ports go from 1 to 65535"},
 		{attach(`{url: "http://a:"}`), "ports go from 1 to 65535"},
-		{attach(`{url: "http://a:1/v1"}`), "also /v1"},
-		{attach(`{url: "http://a:1?x=1"}`), "leave everything behind the port out"},
-		{attach(`{url: "http://a:1#"}`), "leave everything behind the port out"},
+		{attach(`{url: "http://a:1/v1"}`), "leave /v1 out"},
+		{attach(`{url: "http://a:1/openai/v1"}`), "leave /v1 out"},
+		{attach(`{url: "http://a:1/a/../b"}`), "the path has letters"},
+		{attach(`{url: "http://a:1/a%2Fb"}`), "the path has letters"},
+		{keyed(one + "api_key_env: two words"), "the name of an environment variable"},
+		{keyed(one + "api_key_file: key"), "the absolute path of a file"},
+		{keyed(one + "api_key_env: A, api_key_file: /b"), "from api_key_env already"},
+		{keyed(one + "tls: {insecure_skip_verify: 1}"), "wanted true or false"},
+		{keyed("kind: sim, api_key_env: A"), "api_key_env belongs to kind attach"},
+		{attach(`{url: "http://a:1?x=1"}`), "leave everything from ? or # on out"},
+		{attach(`{url: "http://a:1#"}`), "leave everything from ? or # on out"},
 		{attach(`{url: "http://me:secret@a:1"}`), "found a URL with credentials"},
 		{attach(`{group: 0}`), "the key url is missing"},
 		{attach(`{url: "http://a:1", selector: 1}`), "selector is sent only with"},

@@ -65,6 +65,10 @@ var formats = map[string]*format{
 		regexp.MustCompile(`^[\p{L}\p{M}\p{N}\p{P}\p{S}]+$`), maxNameBytes,
 		"1 to 256 visible characters without blanks",
 	},
+	"file": {
+		regexp.MustCompile(`^/[^\x00-\x1f]*$`), 4096,
+		"the absolute path of a file, such as /etc/dpserve/engine.key",
+	},
 	"word": {regexp.MustCompile(`(?s)^.`), MaxFileBytes, "a word of the command"},
 	"variable": {
 		regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`), MaxFileBytes, "the name of an environment variable",

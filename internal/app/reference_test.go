@@ -263,6 +263,8 @@ func valueSchema(t *testing.T, k schemaKey, of reflect.Type, isOverlay bool) obj
 		return object{"type": "object", "additionalProperties": textSchema(nil)}
 	case of.Kind() == reflect.Struct:
 		return structSchema(t, of, isOverlay)
+	case of.Kind() == reflect.Bool:
+		return object{"type": "boolean"}
 	case of.Kind() == reflect.Slice:
 		return object{"type": "array", "items": valueSchema(t, k, of.Elem(), isOverlay)}
 	case k.words != nil:

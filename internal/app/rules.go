@@ -165,7 +165,7 @@ func (a *draft) checkEngine() {
 		a.wrong("model.adapters", "SGLang takes the adapter of a request from a field that OpenAI clients "+
 			"do not send", "leave adapters out, or write kind: vllm")
 	}
-	for _, key := range []string{"family", "ranks"} {
+	for _, key := range []string{"family", "ranks", "api_key_env", "api_key_file", "tls"} {
 		if a.has("engine." + key) {
 			a.wrong("engine."+key, key+" belongs to kind attach", "leave it out, or write kind: attach")
 		}
@@ -179,6 +179,9 @@ func (a *draft) checkNothingStarts() {
 			a.wrong("engine."+key, key+" is for engines that dpserve starts, not for kind attach",
 				"leave it out")
 		}
+	}
+	if a.has("engine.api_key_env") && a.has("engine.api_key_file") {
+		a.wrong("engine.api_key_file", "the key comes from api_key_env already", "leave one of the two out")
 	}
 }
 

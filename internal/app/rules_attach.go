@@ -32,10 +32,10 @@ func (d *decoder) checkRank(family string, r *AttachRank, path string, addresses
 	d.claimAddress(addresses, r, path)
 }
 
-// checkURL accepts only scheme, host and port: clients choose the routes, and credentials do not belong in
-// files.
+// checkURL accepts scheme, host, port and the path that all routes of the engine begin with. Credentials do
+// not belong in files.
 func (d *decoder) checkURL(path, text string) {
-	const wanted = "http://HOST:PORT or https://HOST:PORT"
+	const wanted = "http://HOST:PORT or https://HOST:PORT, with a path if the engine has one"
 	u, err := url.Parse(text)
 	f := Fault{Found: strconv.Quote(text), Wanted: wanted}
 	switch {
@@ -50,8 +50,12 @@ func (d *decoder) checkURL(path, text string) {
 	case u.Hostname() == "":
 	case u.Port() != "" && !isPort(u.Port()), strings.HasSuffix(u.Host, ":"):
 		f.Hint = "ports go from 1 to 65535"
-	case u.Path != "" || u.RawQuery != "" || u.ForceQuery || u.Fragment != "" || strings.Contains(text, "#"):
-		f.Hint = "leave everything behind the port out, also /v1"
+	case u.RawQuery != "" || u.ForceQuery || u.Fragment != "" || strings.Contains(text, "#"):
+		f.Hint = "leave everything from ? or # on out"
+	case u.Path == "/v1" || strings.HasSuffix(u.Path, "/v1"):
+		f.Hint = "leave /v1 out: dpserve adds it"
+	case u.Path != "" && (u.RawPath != "" || !formats["path"].fits(u.Path)):
+		f.Hint = "the path has letters, digits and . _ ~ - between its slashes"
 	default:
 		return
 	}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -19,6 +20,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/enginehttp"
 )
 
 // Limits on the size of an engine's answers to dpserve's own requests, in bytes.
@@ -41,16 +43,23 @@ type Addressing struct {
 type Client struct {
 	base      string
 	addr      Addressing
-	key       string
+	access    Credentials
 	http      *http.Client
 	neverTold atomic.Bool // the engine that answers /health has no /is_sleeping
 }
 
-// NewClient makes a client of the engine at base (http://host:port). rt is shared by all clients of a node;
-// key is sent as a bearer token on /v1 routes unless it is empty.
-func NewClient(base string, addr Addressing, key string, rt http.RoundTripper) *Client {
+// Credentials are what a client needs besides the engine's URL. Access has them.
+type Credentials interface {
+	Key() string      // a bearer token; "" = none
+	TLS() *tls.Config // nil = as the machine does
+}
+
+// NewClient makes a client of the engine at base (http://host:port, and a path if its routes begin with one).
+// rt is shared by all clients of a node; it is of NewTransport, or observes none of the TLS settings of
+// access. access nil: the engine asks for no key.
+func NewClient(base string, addr Addressing, access Credentials, rt http.RoundTripper) *Client {
 	return &Client{
-		base: strings.TrimRight(base, "/"), addr: addr, key: key,
+		base: strings.TrimRight(base, "/"), addr: addr, access: access,
 		http: &http.Client{Transport: rt, CheckRedirect: noRedirect},
 	}
 }
@@ -70,13 +79,25 @@ const idleConns = 2
 
 // NewTransport makes the transport of probes: no proxy, no compression, short-lived idle connections.
 func NewTransport() *http.Transport {
-	return &http.Transport{
+	t := &http.Transport{
 		DialContext:         (&net.Dialer{Timeout: dialTimeout}).DialContext,
 		DisableCompression:  true,
 		IdleConnTimeout:     idleTimeout,
 		MaxIdleConnsPerHost: idleConns,
 	}
+	t.DialTLSContext = func(ctx context.Context, network, addr string) (net.Conn, error) {
+		trust, _ := ctx.Value(trustKey{}).(*tls.Config)
+		if trust == nil {
+			trust = &tls.Config{MinVersion: tls.VersionTLS12}
+		}
+		return enginehttp.Secure(t.DialContext, trust, dialTimeout)(ctx, network, addr)
+	}
+	return t
 }
+
+// trustKey is the key of a request's *tls.Config in its context: engines of one node differ in whom the node
+// trusts, and share its transport.
+type trustKey struct{}
 
 // Health is the result of GET /health.
 type Health uint8
@@ -170,6 +191,9 @@ func IsRefused(err error) bool {
 func (c *Client) ask(ctx context.Context, method, path string, body io.Reader,
 	limit int64,
 ) (status int, answer []byte, err error) {
+	if c.access != nil {
+		ctx = context.WithValue(ctx, trustKey{}, c.access.TLS())
+	}
 	req, err := http.NewRequestWithContext(ctx, method, c.base+path, body)
 	if err != nil {
 		return 0, nil, err
@@ -194,11 +218,14 @@ func (c *Client) setHeaders(req *http.Request) {
 		// allows the transport to resend on a connection that the engine closed while idle
 		req.Header["Idempotency-Key"] = nil
 	}
-	if c.key != "" && strings.HasPrefix(req.URL.Path, "/v1/") {
-		req.Header.Set("Authorization", "Bearer "+c.key)
-	}
 	if c.addr.Mode == "header" {
 		req.Header.Set("X-Data-Parallel-Rank", strconv.Itoa(c.addr.Selector))
+	}
+	if c.access == nil {
+		return
+	}
+	if key := c.access.Key(); key != "" {
+		req.Header.Set("Authorization", "Bearer "+key)
 	}
 }
 
@@ -241,7 +268,7 @@ func (c *Client) Counters(ctx context.Context) (Counters, error) {
 }
 
 func (c *Client) metrics(ctx context.Context) (metricsPage, error) {
-	b, err := c.get(ctx, "/metrics", maxMetrics)
+	b, err := c.MetricsPage(ctx)
 	if err != nil {
 		return metricsPage{}, err
 	}
@@ -255,8 +282,13 @@ func (c *Client) metrics(ctx context.Context) (metricsPage, error) {
 // RankNumbers asks /metrics which ranks are behind the URL. The numbers count through the whole group, whose
 // other ranks may have other URLs; an independent engine says 0.
 func (c *Client) RankNumbers(ctx context.Context) ([]int, error) {
-	b, err := c.get(ctx, "/metrics", maxMetrics)
+	b, err := c.MetricsPage(ctx)
 	return rankNumbers(b), err
+}
+
+// MetricsPage is the engine's page for Prometheus.
+func (c *Client) MetricsPage(ctx context.Context) ([]byte, error) {
+	return c.get(ctx, "/metrics", maxMetrics)
 }
 
 // EventSources asks /kv_event_sources and returns the body, which engine/kvevents parses. An engine without

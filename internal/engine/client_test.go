@@ -2,6 +2,7 @@ package engine_test
 
 import (
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"io"
 	"net"
@@ -29,13 +30,19 @@ func file(t testing.TB, name string) []byte {
 	return b
 }
 
+// keyOf is a key alone.
+type keyOf string
+
+func (k keyOf) Key() string      { return string(k) }
+func (k keyOf) TLS() *tls.Config { return nil }
+
 // serve starts an engine that answers by path and gives a client of it.
 func serve(t *testing.T, addr engine.Addressing, key string, h http.HandlerFunc) *engine.Client {
 	srv := httptest.NewServer(h)
 	t.Cleanup(srv.Close)
 	rt := engine.NewTransport()
 	t.Cleanup(rt.CloseIdleConnections)
-	return engine.NewClient(srv.URL, addr, key, rt)
+	return engine.NewClient(srv.URL, addr, keyOf(key), rt)
 }
 
 // RP52: an engine that answers every request, `/health` too, with vLLM's 503 of elastic EP; another 503: as
@@ -132,7 +139,7 @@ func TestProbesKeepTheirConnections(t *testing.T) {
 	t.Cleanup(srv.Close)
 	rt := engine.NewTransport()
 	t.Cleanup(rt.CloseIdleConnections)
-	c := engine.NewClient(srv.URL, engine.Addressing{}, "", rt)
+	c := engine.NewClient(srv.URL, engine.Addressing{}, nil, rt)
 	for range 10 {
 		var probes sync.WaitGroup
 		probes.Go(func() { _, err := c.Health(t.Context()); assert.NoError(t, err) })
@@ -147,7 +154,7 @@ func TestHealthOfNobodyAndOfAFrozenEngine(t *testing.T) {
 	require.NoError(t, err)
 	rt := engine.NewTransport()
 	defer rt.CloseIdleConnections()
-	c := engine.NewClient("http://"+ln.Addr().String(), engine.Addressing{}, "", rt)
+	c := engine.NewClient("http://"+ln.Addr().String(), engine.Addressing{}, nil, rt)
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
 	got, err := c.Health(ctx) // accepted by the kernel, answered by nobody
@@ -160,7 +167,7 @@ func TestHealthOfNobodyAndOfAFrozenEngine(t *testing.T) {
 	require.Error(t, err)
 
 	var net memnet.Network
-	c = engine.NewClient("http://127.0.0.1:1", engine.Addressing{}, "",
+	c = engine.NewClient("http://127.0.0.1:1", engine.Addressing{}, nil,
 		&http.Transport{DialContext: net.DialContext})
 	got, _ = c.Health(t.Context())
 	assert.Equal(t, engine.RefusedConn, got)

@@ -122,8 +122,13 @@ func MaxOngoing(a *app.Application) int {
 // engine.env, else "".
 func APIKey(a *app.Application) string {
 	if v, ok := lookupArg(a.Engine.Args, "api-key"); ok {
-		if s, isString := v.(string); isString {
-			return s
+		switch v := v.(type) {
+		case string:
+			return v
+		case []any: // any of them will do
+			if s, isString := v[0].(string); isString {
+				return s
+			}
 		}
 	}
 	return a.Engine.Env["VLLM_API_KEY"]

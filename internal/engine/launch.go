@@ -42,7 +42,7 @@ type Seat struct {
 type Launch struct {
 	Argv []string // Argv[0] is the program
 	Env  []string // the whole environment, KEY=VALUE
-	URL  string   // http://host:port, no path
+	URL  string   // http://host:port; of an attached engine also the path that its routes begin with
 
 	Addressing string // how requests name the rank behind URL: app.AddressURL, AddressHeader, AddressBody
 	Selector   int    // the number that they name it by; 0 with AddressURL

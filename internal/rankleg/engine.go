@@ -1,6 +1,7 @@
 package rankleg
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -20,6 +21,7 @@ type Dialer = enginehttp.Dialer
 // engineRequest is one POST to an engine. It is used for one send only.
 type engineRequest struct {
 	URL    *url.URL
+	Trust  *tls.Config // of an engine over TLS; nil: as the machine trusts
 	Header http.Header // read only
 	Body   []byte      // dropped once it is written: an answer may take minutes
 	rest   Rest        // follows Body; nil for most requests
@@ -102,7 +104,7 @@ func cappedDial(dial Dialer) Dialer {
 // direct is the connections of one idle time.
 type direct struct {
 	dial     Dialer
-	trust    *tls.Config   // of engines over TLS
+	trust    *tls.Config   // of engines over TLS whose application says nothing about it
 	patience time.Duration // for the dial of a spare connection, and for a handshake of TLS
 	idle     time.Duration
 
@@ -113,7 +115,10 @@ type direct struct {
 }
 
 // engineKey is how an engine is reached.
-type engineKey struct{ scheme, host string }
+type engineKey struct {
+	scheme, host string
+	trust        *tls.Config
+}
 
 func newDirect(dial Dialer, patience, idle time.Duration) *direct {
 	return &direct{
@@ -125,7 +130,7 @@ func newDirect(dial Dialer, patience, idle time.Duration) *direct {
 // send returns when the answer's header is there. It never follows redirects and never sends twice. The
 // caller closes the answer's body, and does not change its header. The request is not read any more then.
 func (l *direct) send(ctx context.Context, o *engineRequest) (*http.Response, error) {
-	c := l.client(o.URL)
+	c := l.client(o.URL, o.Trust)
 	resp, err := c.SendGuarded(ctx, http.MethodPost, o.URL.RequestURI(), o.Header, o.Body, o.watch())
 	if err != nil {
 		e, ok := errors.AsType[*enginehttp.SendError](err)
@@ -137,11 +142,13 @@ func (l *direct) send(ctx context.Context, o *engineRequest) (*http.Response, er
 }
 
 // reach reports why an engine takes no connection.
-func (l *direct) reach(ctx context.Context, u *url.URL) error { return l.client(u).Reach(ctx) }
+func (l *direct) reach(ctx context.Context, o *engineRequest) error {
+	return l.client(o.URL, o.Trust).Reach(ctx)
+}
 
 // client gives the client of one engine.
-func (l *direct) client(u *url.URL) *enginehttp.Client {
-	key := engineKey{u.Scheme, u.Host}
+func (l *direct) client(u *url.URL, trust *tls.Config) *enginehttp.Client {
+	key := engineKey{u.Scheme, u.Host, trust}
 	l.mu.RLock()
 	c := l.clients[key]
 	l.mu.RUnlock()
@@ -167,7 +174,7 @@ func (l *direct) add(key engineKey) *enginehttp.Client {
 	}
 	conf := enginehttp.Config{Host: key.host, Dial: l.dial, Idle: l.idle, MaxIdle: maxIdle, Spare: l.patience}
 	if key.scheme == "https" {
-		conf.Port, conf.Dial = "443", enginehttp.Secure(l.dial, l.trust, l.patience)
+		conf.Port, conf.Dial = "443", enginehttp.Secure(l.dial, cmp.Or(key.trust, l.trust), l.patience)
 	}
 	c := enginehttp.New(conf)
 	if l.closed {

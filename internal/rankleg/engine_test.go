@@ -80,8 +80,8 @@ func TestForgottenClients(t *testing.T) {
 	l := openEngines(t)
 	for _, host := range []string{"a:1", "b:1", "c:1"} {
 		u := parsed(t, "http://"+host+"/")
-		first := l.owned.client(u)
-		assert.Same(t, first, l.owned.client(u))
+		first := l.owned.client(u, nil)
+		assert.Same(t, first, l.owned.client(u, nil))
 		assert.Len(t, l.owned.clients, 1)
 	}
 }

@@ -157,13 +157,16 @@ func (n *Near) returnLateTicket(q *Request, w *wait) {
 // follows would hide it. A guarded request is not sent twice: there a dial shows that the engine lives.
 func (n *Near) askEngine(ctx context.Context, q *Request) (*http.Response, error) {
 	header, body := q.addressed()
+	header = q.Rank.withKey(header)
 	to := q.Rank.urls[q.Route]
 	if q.Reset {
 		to = q.Rank.reset
 	}
 	engine := n.engines.of(q.Rank.Target.Owned)
 	for first := error(nil); ; {
-		o := &engineRequest{URL: to, Header: header, Body: body, rest: q.Rest, guard: q.Guard}
+		o := &engineRequest{
+			URL: to, Trust: q.Rank.trust(), Header: header, Body: body, rest: q.Rest, guard: q.Guard,
+		}
 		resp, err := engine.send(ctx, o)
 		switch {
 		case err == nil || ctx.Err() != nil || IsMalformed(err) || IsOutOfFiles(err):
@@ -172,7 +175,7 @@ func (n *Near) askEngine(ctx context.Context, q *Request) (*http.Response, error
 			return nil, err
 		case first != nil:
 			return nil, first
-		case !o.isStale || q.Guard != nil && engine.reach(ctx, to) != nil:
+		case !o.isStale || q.Guard != nil && engine.reach(ctx, o) != nil:
 			return nil, err
 		case q.Guard != nil:
 			return nil, fmt.Errorf("%w: %w", ErrNotResent, err)

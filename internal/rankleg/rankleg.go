@@ -6,9 +6,11 @@ package rankleg
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"net/textproto"
@@ -175,13 +177,38 @@ func NewRank(rec *msg.Record) (*Rank, error) {
 	}
 	for route := range r.urls {
 		u := *base
-		u.Path = openai.Route(route).Path()
+		u.Path = strings.TrimRight(base.Path, "/") + openai.Route(route).Path()
 		r.urls[route] = &u
 	}
 	u := *base
-	u.Path, u.RawQuery = ResetPath, "reset_running_requests=true" // or vLLM resets only an idle engine
+	u.Path = strings.TrimRight(base.Path, "/") + ResetPath
+	u.RawQuery = "reset_running_requests=true" // or vLLM resets only an idle engine
 	r.reset = &u
 	return r, nil
+}
+
+// trust says whom this node trusts as the rank's engine; nil: as the machine does.
+func (r *Rank) trust() *tls.Config {
+	if r.Target.Access == nil {
+		return nil
+	}
+	return r.Target.Access.TLS()
+}
+
+// withKey is the header of a request with the key that the rank's engine asks for, if its application says
+// so. What the client has sent as its key is for dpserve.
+func (r *Rank) withKey(h http.Header) http.Header {
+	if r.Target.Access == nil {
+		return h
+	}
+	key := r.Target.Access.ClientKey()
+	if key == "" {
+		return h
+	}
+	out := make(http.Header, len(h)+1) // an earlier attempt may still read the shared one
+	maps.Copy(out, h)
+	out["Authorization"] = []string{"Bearer " + key}
+	return out
 }
 
 // OwnPrefix begins the header fields of the data port. No client and no engine can set them.

@@ -192,7 +192,7 @@ func TestNothingIsDialledWithoutRequests(t *testing.T) {
 		e.whole()
 		assert.Equal(t, 2, e.dialled())
 		time.Sleep(5 * time.Second)
-		assert.True(t, e.legs.attached.clients[engineKey{"http", "engine:1"}].Unused())
+		assert.True(t, e.legs.attached.clients[engineKey{"http", "engine:1", nil}].Unused())
 		time.Sleep(time.Hour)
 		assert.Equal(t, 2, e.dialled())
 		e.whole()

@@ -53,7 +53,7 @@ func checkLoop(ctx context.Context, n *Node, rank []byte) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, loopCheckTime)
 	defer cancel()
-	_, err := engine.NewClient(r.URL, engine.Addressing{}, "", viaProbes(n)).Health(ctx)
+	_, err := engine.NewClient(r.URL, engine.Addressing{}, nil, viaProbes(n)).Health(ctx)
 	if !errors.Is(err, engine.ErrLoop) {
 		return nil
 	}

@@ -34,14 +34,11 @@ type Found struct {
 }
 
 // Probe asks the engine at url for its models and version; the deadline is ctx's. Errors are
-// problem.Unavailable with a hint for the person who typed the URL. rt nil means a transport of its own.
-func Probe(ctx context.Context, url string, rt http.RoundTripper) (Found, error) {
-	if rt == nil {
-		t := engine.NewTransport()
-		defer t.CloseIdleConnections()
-		rt = t
-	}
-	c := engine.NewClient(url, engine.Addressing{}, "", rt)
+// problem.Unavailable with a hint for the person who typed the URL. access nil means an engine without a key.
+func Probe(ctx context.Context, url string, access engine.Credentials) (Found, error) {
+	rt := engine.NewTransport()
+	defer rt.CloseIdleConnections()
+	c := engine.NewClient(url, engine.Addressing{}, access, rt)
 	models, err := c.Models(ctx)
 	if err != nil {
 		return Found{}, explain(url, err)
@@ -52,8 +49,8 @@ func Probe(ctx context.Context, url string, rt http.RoundTripper) (Found, error)
 	f.Family = family(models[0].OwnedBy, f.Version)
 	if f.Family == VLLM {
 		f.Ranks = rankNumbers(ctx, c)
-		f.CountsFromZero = len(f.Ranks) > 1 && f.Ranks[0] > 0 && !takes(ctx, url, f.Models[0],
-			f.Ranks[len(f.Ranks)-1], rt)
+		f.CountsFromZero = len(f.Ranks) > 1 && f.Ranks[0] > 0 && !takes(ctx, f.Models[0],
+			engine.NewClient(url, addressed(f.Ranks[len(f.Ranks)-1]), access, rt))
 	}
 	return f, nil
 }
@@ -70,10 +67,13 @@ func rankNumbers(ctx context.Context, c *engine.Client) []int {
 	return numbers
 }
 
-// takes reports whether requests may name a rank by its number in the group. Of several front ends of one
-// group, those written in Python count the ranks behind them from 0 and refuse higher numbers.
-func takes(ctx context.Context, url, model string, number int, rt http.RoundTripper) bool {
-	c := engine.NewClient(url, engine.Addressing{Mode: app.AddressHeader, Selector: number}, "", rt)
+func addressed(number int) engine.Addressing {
+	return engine.Addressing{Mode: app.AddressHeader, Selector: number}
+}
+
+// takes reports whether requests may name a rank by its number in the group, which c does. Of several front
+// ends of one group, those written in Python count the ranks behind them from 0 and refuse higher numbers.
+func takes(ctx context.Context, model string, c *engine.Client) bool {
 	return c.Canary(ctx, model) == nil
 }
 
@@ -111,12 +111,11 @@ func explain(url string, err error) error {
 		return problem.New(problem.Unavailable, "%s does not answer: %w", url, err).
 			WithHint("try: curl %s/v1/models", url)
 	case errors.As(err, &status) && status.Status == http.StatusUnauthorized:
-		return problem.New(problem.Unavailable,
-			"%s asks for an API key, which dpserve cannot send in this version", url).
-			WithHint("start the engine without --api-key on an address that only this machine reaches")
+		return problem.New(problem.Unavailable, "%s asks for an API key, or for another one", url).
+			WithHint("put the key into an environment variable and name it: --engine-api-key-env NAME")
 	case errors.As(err, &status):
 		return problem.New(problem.Unavailable, "%s is no OpenAI-compatible engine: %w", url, err).
-			WithHint("the URL is scheme://host:port without a path; try: curl %s/v1/models", url)
+			WithHint("the URL ends before /v1; try: curl %s/v1/models", url)
 	}
 	return problem.New(problem.Unavailable, "cannot probe %s: %w", url, err).
 		WithHint("try: curl %s/v1/models", url)

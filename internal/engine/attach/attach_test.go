@@ -85,7 +85,7 @@ func TestProbeExplainsWhatIsWrong(t *testing.T) {
 
 	url := engine(t, nil)
 	_, err = attach.Probe(t.Context(), url, nil)
-	explained(t, err, url+" is no OpenAI-compatible engine: /v1/models answered 404", "without a path")
+	explained(t, err, url+" is no OpenAI-compatible engine: /v1/models answered 404", "ends before /v1")
 	url = engine(t, map[string]string{"/v1/models": "hello"})
 	_, err = attach.Probe(t.Context(), url, nil)
 	explained(t, err, "cannot probe "+url, "curl")
@@ -95,7 +95,7 @@ func TestProbeExplainsWhatIsWrong(t *testing.T) {
 	}))
 	defer locked.Close()
 	_, err = attach.Probe(t.Context(), locked.URL, nil)
-	explained(t, err, locked.URL+" asks for an API key", "--api-key")
+	explained(t, err, locked.URL+" asks for an API key", "--engine-api-key-env")
 }
 
 func explained(t *testing.T, err error, message, hint string) {
