@@ -14,7 +14,6 @@ import (
 
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
-	"github.com/dpserve/dpserve/internal/server"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -36,7 +35,7 @@ func files(t *testing.T) map[string]string {
 // TestExamplesAreValid: by all rules, without a warning, and with a comment that says how to start them.
 func TestExamplesAreValid(t *testing.T) {
 	for name, text := range files(t) {
-		_, warnings, err := server.ParseApps(name, []byte(text))
+		_, warnings, err := app.Parse(app.Default(), name, []byte(text))
 		require.NoError(t, err, name)
 		assert.Empty(t, warnings, name)
 		assert.True(t, strings.HasPrefix(text, "# "), name)
@@ -92,7 +91,7 @@ func TestExampleOfRouting(t *testing.T) {
 	require.True(t, found)
 	shown := []string{"mex", "cohorts"} // its own, and that of lockstep groups
 	for _, line := range regexp.MustCompile(`(?m)^    # (routing: .*)$`).FindAllStringSubmatch(text, -1) {
-		parsed, warnings, err := server.ParseApps(name, []byte(head+"    "+line[1]+"\n"))
+		parsed, warnings, err := app.Parse(app.Default(), name, []byte(head+"    "+line[1]+"\n"))
 		require.NoError(t, err, line[1])
 		assert.Empty(t, warnings, line[1])
 		shown = append(shown, parsed.Applications[0].Routing.Policy)
@@ -104,7 +103,7 @@ func TestExampleOfRouting(t *testing.T) {
 func TestExamplesOfRealEnginesCanBeLaunched(t *testing.T) {
 	seen := map[app.Kind]bool{}
 	for name, text := range files(t) {
-		parsed, _, err := server.ParseApps(name, []byte(text))
+		parsed, _, err := app.Parse(app.Default(), name, []byte(text))
 		require.NoError(t, err)
 		for _, a := range parsed.Applications {
 			if a.Engine.Kind != app.KindVLLM && a.Engine.Kind != app.KindSGLang {

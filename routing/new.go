@@ -47,19 +47,19 @@ type entry struct {
 // policies lists every policy; there is no other registration.
 func policies() []entry {
 	return []entry{
+		{namePowerOfTwo, newPowerOfTwo},
+		{nameLeastLoaded, func(*params) Policy { return LeastLoaded{} }},
 		{nameRoundRobin, func(p *params) Policy {
 			p.refuseProfile()
 			return RoundRobin{}
 		}},
 		{nameRandom, func(*params) Policy { return Random{} }},
 		{nameDirect, func(*params) Policy { return Direct{} }},
-		{namePowerOfTwo, newPowerOfTwo},
-		{nameLeastLoaded, func(*params) Policy { return LeastLoaded{} }},
-		{nameLeastKV, func(*params) Policy { return LeastKV{} }},
 		{nameScoring, newScoring},
 		{nameCacheAware, newCacheAware},
 		{namePrefixAware, newPrefixAware},
 		{nameKV, newKV},
+		{nameLeastKV, func(*params) Policy { return LeastKV{} }},
 		{nameLMetric1, func(*params) Policy { return LMetric{} }},
 		{nameLPWL, func(*params) Policy { return LPWL{} }},
 		{nameSessionAffinity, newSessionAffinity},

@@ -402,7 +402,7 @@ func (r *replica) needsScrape() bool {
 
 // policyNeeds is what the application's policy reads. An unknown policy reads nothing; deploy refuses it.
 func policyNeeds(a *app.Application) routing.Needs {
-	p, err := routing.New(a.Routing.Policy, a.Routing.Preset, a.Routing.Params)
+	p, err := a.Routing.NewPolicy()
 	if err != nil {
 		return routing.Needs{}
 	}

@@ -108,7 +108,7 @@ func (f *appFollower) applyRevision(ar *appRouter, a *state.App, pool *app.Appli
 		return false, nil
 	}
 	spec := newRevision(a, pool, old)
-	policy, err := routing.New(pool.Routing.Policy, pool.Routing.Preset, pool.Routing.Params)
+	policy, err := pool.Routing.NewPolicy()
 	if err != nil {
 		return false, fmt.Errorf("revision %d: %w", a.Revision, err)
 	}

@@ -261,7 +261,7 @@ func TestSessionsOfOtherIngressesStay(t *testing.T) {
 // RA7: package app names the default policy without importing package routing.
 func TestTheDefaultPolicyExists(t *testing.T) {
 	for _, c := range []app.Coupling{app.Independent, app.Lockstep} {
-		p, err := routing.New(app.DefaultPolicy(c), app.PresetDocumented, nil)
+		p, err := routing.New(app.DefaultPolicy(c), routing.PresetDocumented, nil)
 		require.NoError(t, err)
 		assert.Equal(t, app.DefaultPolicy(c), p.Name())
 	}

@@ -15,7 +15,6 @@ import (
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/internal/server"
 )
 
 // maxFile is the largest app.yaml in MiB; the admin API has the same limit.
@@ -41,7 +40,7 @@ func readApps(e *env, path string) (*appFile, error) {
 
 // parseApps reads a file with the defaults of base.
 func parseApps(e *env, base app.Application, name string, text []byte) (*appFile, error) {
-	file, warnings, err := server.ParseAppsOver(base, name, text)
+	file, warnings, err := app.Parse(base, name, text)
 	for _, w := range warnings {
 		printMessage(e.io.Err, "warning: %s", w.String())
 	}
@@ -261,7 +260,7 @@ func writeValidation(e *env, path string, output format) error {
 	if err != nil {
 		return err
 	}
-	file, warnings, err := server.ParseApps(path, text)
+	file, warnings, err := app.Parse(app.Default(), path, text)
 	var faults app.Faults
 	if err != nil && !errors.As(err, &faults) {
 		return err

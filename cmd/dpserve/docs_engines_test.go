@@ -11,7 +11,6 @@ import (
 
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
-	"github.com/dpserve/dpserve/internal/server"
 )
 
 // runOperationsPage types the commands of docs/operations.md on one node.
@@ -30,7 +29,7 @@ func TestRealEnginesPageShowsWhatIsStarted(t *testing.T) {
 	for _, b := range blocksOf(t, "docs/real-engines.md") {
 		switch {
 		case b.language == "yaml":
-			file, _, err := server.ParseApps(b.page, []byte(b.text))
+			file, _, err := app.Parse(app.Default(), b.page, []byte(b.text))
 			require.NoError(t, err)
 			a = file.Applications[0]
 		case strings.HasPrefix(b.text, "vllm serve "), strings.HasPrefix(b.text, "python3 -m "):

@@ -13,7 +13,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/internal/server"
+	"github.com/dpserve/dpserve/internal/app"
 )
 
 // repository is the path of the root, seen from this package.
@@ -249,7 +249,7 @@ func TestHelpExamples(t *testing.T) {
 
 // TestFilesOfThePagesAreValid: blocks of language yaml are application files, or parts of one application.
 func TestFilesOfThePagesAreValid(t *testing.T) {
-	const app = "applications:\n  - name: demo\n    model: {id: demo}\n    engine: {kind: sim}\n"
+	const head = "applications:\n  - name: demo\n    model: {id: demo}\n    engine: {kind: sim}\n"
 	found := 0
 	for _, page := range pages(t) {
 		for _, b := range blocksOf(t, page) {
@@ -259,9 +259,9 @@ func TestFilesOfThePagesAreValid(t *testing.T) {
 			found++
 			text := b.text
 			if !strings.HasPrefix(text, "applications:") {
-				text = app + "    " + strings.ReplaceAll(strings.TrimSpace(text), "\n", "\n    ") + "\n"
+				text = head + "    " + strings.ReplaceAll(strings.TrimSpace(text), "\n", "\n    ") + "\n"
 			}
-			_, warnings, err := server.ParseApps(page, []byte(text))
+			_, warnings, err := app.Parse(app.Default(), page, []byte(text))
 			require.NoError(t, err, "%s:%d", page, b.line)
 			assert.Empty(t, warnings, "%s:%d", page, b.line)
 		}

@@ -13,7 +13,6 @@ import (
 
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
-	"github.com/dpserve/dpserve/internal/server"
 )
 
 // printServe returns what `dpserve serve WORDS --print` prints.
@@ -181,7 +180,7 @@ func FuzzServe(f *testing.F) {
 			assert.NotEqual(t, 0, code)
 			return
 		}
-		parsed, _, err := server.ParseAppsOver(app.Default(), "app.yaml", []byte(c.stdout()))
+		parsed, _, err := app.Parse(app.Default(), "app.yaml", []byte(c.stdout()))
 		require.NoError(t, err, c.stdout())
 		require.Equal(t, c.stdout(), string(parsed.Print()))
 	})

@@ -11,7 +11,6 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engineflags"
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/internal/server"
 )
 
 // object is a map of an application file. JSON is YAML.
@@ -37,7 +36,7 @@ func (f *serveFlags) file(e *env, behind []string) (*appFile, error) {
 		return nil, problem.New(problem.Internal, "cannot write the application: %w", err).
 			WithHint("this is a fault of dpserve: please report the command line")
 	}
-	parsed, warnings, err := server.ParseAppsOver(app.Default(), "serve", text)
+	parsed, warnings, err := app.Parse(app.Default(), "serve", text)
 	for _, w := range warnings {
 		printMessage(e.io.Err, "warning: %s: %s; hint: %s", f.wordOf(w.Path), app.Fault(w).Describe(), w.Hint)
 	}

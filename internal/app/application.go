@@ -6,6 +6,8 @@ import (
 	"reflect"
 	"strconv"
 	"time"
+
+	"github.com/dpserve/dpserve/routing"
 )
 
 // Kind names the engine family that serves an application.
@@ -252,6 +254,11 @@ type Routing struct {
 	_ struct{} `later:"slo"`
 }
 
+// NewPolicy makes the policy. The parameters of an application that was parsed are valid.
+func (r *Routing) NewPolicy() (routing.Policy, error) {
+	return routing.New(r.Policy, r.Preset, r.Params)
+}
+
 // Timeouts bound each phase of a request, in seconds.
 type Timeouts struct {
 	// longest wait in the queue; then 503 `queue_timeout`, or `no_ready_rank` if no rank is ready
@@ -354,9 +361,6 @@ const (
 
 	KVEventsAuto = "auto"
 	KVEventsOff  = "off"
-
-	PresetDocumented = "documented"
-	PresetTuned      = "tuned"
 
 	IdentityText   = "text"
 	IdentityTokens = "tokens"

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/dpserve/dpserve/routing"
 )
 
 // Bounds of an application. Together with those in the tags they keep sums and products from overflowing.
@@ -90,10 +92,7 @@ var labelName = regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?$`
 var wordLists = map[string][]string{
 	"strategy": {StrategyPack, StrategyStrictPack, StrategySpread, StrategyStrictSpread},
 	"kind":     {string(KindSim), string(KindVLLM), string(KindSGLang), string(KindAttach)},
-	"policy": {
-		"power-of-two", "least-loaded", "round-robin", "random", "direct", "scoring", "cache-aware",
-		"prefix-aware", "kv", "least-kv", "lmetric-1", "lpwl", "session-affinity", "mex", cohorts,
-	},
+	"policy":   routing.Names(),
 }
 
 // replacements maps policies of other projects and papers to the policy that does their work here.

@@ -22,8 +22,8 @@ type File struct {
 // Parse reads text (YAML, or JSON, which is YAML) and checks every rule of a file. The error is a Faults with
 // all faults, sorted by position; then the File is nil. Warnings are about legal but surprising values and
 // come with and without faults. base has the defaults, file is the name in the faults. The result does not
-// refer to text. rules are checks of packages that this one does not know; they run on every application.
-func Parse(base Application, file string, text []byte, rules ...Rule) (*File, []Warning, error) {
+// refer to text.
+func Parse(base Application, file string, text []byte) (*File, []Warning, error) {
 	d := newDecoder(file)
 	d.base = base
 	root := d.load(text)
@@ -31,7 +31,7 @@ func Parse(base Application, file string, text []byte, rules ...Rule) (*File, []
 	for _, a := range d.read(root) {
 		pools := splitter{a}.split()
 		for _, p := range pools {
-			p.check(rules)
+			p.check()
 		}
 		if len(pools) > 1 {
 			checkPair(pools[0], pools[1])

@@ -14,6 +14,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/dpserve/dpserve/internal/share"
+	"github.com/dpserve/dpserve/routing"
 )
 
 // A generator of files that Parse could have made. It draws only what a user may write, and derives the rest
@@ -181,9 +182,13 @@ func drawTuning(t *rapid.T, a *Application) {
 	if a.Routing.Policy == "mex" && a.DataParallel.Coupling == Lockstep { // it is refused
 		a.Routing.Policy = cohorts
 	}
-	a.Routing.Preset = rapid.SampledFrom([]string{PresetDocumented, PresetTuned}).Draw(t, "preset")
+	presets := []string{routing.PresetDocumented, routing.PresetTuned}
+	a.Routing.Preset = rapid.SampledFrom(presets).Draw(t, "preset")
 	if rapid.Bool().Draw(t, "params") {
-		a.Routing.Params = rapid.MapOfN(anyText(), anyValue(2), 1, 3).Draw(t, "param values")
+		a.Routing.Params = map[string]map[string]any{
+			"scoring": {"profile": "locality"}, "power-of-two": {"prefer_local": false},
+			"mex": {"goal": "latency", "ttft_s": 0.25, "cost_model": "moe"},
+		}[a.Routing.Policy]
 	}
 	a.Routing.Identity = rapid.SampledFrom([]string{IdentityText, IdentityTokens}).Draw(t, "identity")
 	if rapid.Bool().Draw(t, "busy") {

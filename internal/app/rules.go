@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/routing"
 )
 
 // draft is an application, or one of its pools, during parsing. Its methods are the rules of one application;
@@ -65,7 +66,7 @@ func (a *draft) refuse(key, message, found, wanted, hint string) bool {
 }
 
 // check runs the rules and fills in the defaults that depend on other keys.
-func (a *draft) check(rules []Rule) {
+func (a *draft) check() {
 	if !a.has("model.source") {
 		a.Model.Source = a.Model.ID
 	} else if a.Model.Source == "" && a.isSound("model.source") {
@@ -80,18 +81,16 @@ func (a *draft) check(rules []Rule) {
 	a.settlePolicy()
 	a.settleNumbers()
 	settleResources(a)
-	for _, rule := range rules {
-		a.apply(rule)
+	_, err := a.Routing.NewPolicy()
+	a.judge("routing.params", err)
+	if a.Disaggregation != nil {
+		_, err := routing.ParsePairRule(a.Disaggregation.Decide)
+		a.judge("disaggregation.decide", err)
 	}
 }
 
-// Rule checks one application, with its defaults, for another package. path is relative to the application,
-// like "routing.params". The message of err becomes the fault, with hint and details if it is a
-// *problem.Error.
-type Rule func(a *Application) (path string, err error)
-
-func (a *draft) apply(rule Rule) {
-	key, err := rule(&a.Application)
+// judge makes a fault of what package routing says of a key, with hint and details of a *problem.Error.
+func (a *draft) judge(key string, err error) {
 	if err == nil || !a.isGood(key) {
 		return
 	}

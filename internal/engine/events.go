@@ -23,7 +23,7 @@ func WantsEvents(a *app.Application) bool {
 	if a.Engine.KVEvents == app.KVEventsOff || a.Engine.Family == app.FamilyOpenAI || CachingOff(a) {
 		return false
 	}
-	p, err := routing.New(a.Routing.Policy, a.Routing.Preset, a.Routing.Params)
+	p, err := a.Routing.NewPolicy()
 	if err != nil {
 		return false // refused when it was deployed
 	}

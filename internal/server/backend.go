@@ -29,12 +29,12 @@ var (
 )
 
 func (b *backend) Validate(file string, text []byte) ([]app.Warning, error) {
-	_, warnings, err := ParseApps(file, text)
+	_, warnings, err := app.Parse(app.Default(), file, text)
 	return warnings, err
 }
 
 func (b *backend) Deploy(ctx context.Context, req client.DeployRequest) (api.DeployResult, error) {
-	file, warnings, err := ParseApps(req.File, req.Text)
+	file, warnings, err := app.Parse(app.Default(), req.File, req.Text)
 	if err != nil {
 		return api.DeployResult{}, err
 	}
@@ -52,7 +52,7 @@ func (b *backend) Deploy(ctx context.Context, req client.DeployRequest) (api.Dep
 }
 
 func (b *backend) Plan(_ context.Context, req client.DeployRequest) (client.Plan, []app.Warning, error) {
-	file, warnings, err := ParseApps(req.File, req.Text)
+	file, warnings, err := app.Parse(app.Default(), req.File, req.Text)
 	if err != nil {
 		return client.Plan{}, nil, err
 	}

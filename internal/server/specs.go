@@ -8,35 +8,7 @@ import (
 	"github.com/dpserve/dpserve/internal/engine/kvevents"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/steptime"
-	"github.com/dpserve/dpserve/routing"
 )
-
-// ParseApps reads app.yaml and applies every package's rules. The commands and the server both call it, so
-// that they find the same faults.
-func ParseApps(file string, text []byte) (*app.File, []app.Warning, error) {
-	return ParseAppsOver(app.Default(), file, text)
-}
-
-// ParseAppsOver is ParseApps with other defaults: those of base.
-func ParseAppsOver(base app.Application, file string, text []byte) (*app.File, []app.Warning, error) {
-	return app.Parse(base, file, text, routingRule, decideRule)
-}
-
-// routingRule lets the policy check its own parameters.
-func routingRule(a *app.Application) (string, error) {
-	_, err := routing.New(a.Routing.Policy, a.Routing.Preset, a.Routing.Params)
-	return "routing.params", err
-}
-
-// decideRule lets the rule about pairs check when it uses a prefill rank.
-func decideRule(a *app.Application) (string, error) {
-	const path = "disaggregation.decide"
-	if a.Disaggregation == nil {
-		return path, nil
-	}
-	_, err := routing.ParsePairRule(a.Disaggregation.Decide)
-	return path, err
-}
 
 // longestGrace returns the longest drain time of all applications. Each unit still ends with the time of its
 // own application.

@@ -15,7 +15,7 @@ import (
 // The schema accepts every policy of the router, or says that this version does not support it yet.
 func TestSchemaKnowsEveryPolicy(t *testing.T) {
 	for _, name := range routing.Names() {
-		_, _, err := ParseApps("app.yaml",
+		_, _, err := app.Parse(app.Default(), "app.yaml",
 			[]byte("applications: [{name: a, model: {id: a}, engine: {kind: sim}, "+
 				"routing: {policy: "+name+"}}]"))
 		if err != nil {
@@ -25,7 +25,7 @@ func TestSchemaKnowsEveryPolicy(t *testing.T) {
 }
 
 func TestPolicyChecksItsParameters(t *testing.T) {
-	_, _, err := ParseApps("app.yaml", []byte(`applications:
+	_, _, err := app.Parse(app.Default(), "app.yaml", []byte(`applications:
   - name: a
     model: {id: a}
     engine: {kind: sim}
@@ -47,7 +47,7 @@ func TestValidateReportsFaultsOfDecide(t *testing.T) {
 			`did you mean "isl"?`,
 		"uncached>=0": "want a number of tokens from 1",
 	} {
-		_, _, err := ParseApps("app.yaml", []byte(`applications:
+		_, _, err := app.Parse(app.Default(), "app.yaml", []byte(`applications:
   - name: pd
     model: {id: m}
     engine: {kind: sim}
@@ -105,7 +105,7 @@ func TestValidateReportsFaultsOfThePolicy(t *testing.T) {
 			"routing.busy_threshold: found 95, wanted a share from 0 to 1",
 		},
 	} {
-		_, _, err := ParseApps("app.yaml",
+		_, _, err := app.Parse(app.Default(), "app.yaml",
 			[]byte("applications: [{name: a, model: {id: a}, engine: {kind: sim}, routing: "+routing+"}]"))
 		require.Error(t, err, routing)
 		var faults app.Faults
@@ -122,7 +122,7 @@ func TestValidateReportsFaultsOfThePolicy(t *testing.T) {
 		"{policy: scoring, params: {profile: locality}}", "{policy: kv, preset: tuned}",
 		"{busy_threshold: 0.95, identity: tokens}",
 	} {
-		_, _, err := ParseApps("app.yaml",
+		_, _, err := app.Parse(app.Default(), "app.yaml",
 			[]byte("applications: [{name: a, model: {id: a}, engine: {kind: sim}, routing: "+routing+"}]"))
 		require.NoError(t, err, routing)
 	}
@@ -165,7 +165,7 @@ func TestInvalidParametersOfMexAreFaults(t *testing.T) {
 			"params.ttft_s: found 0", "params.tpot_s: found x", "params.goal: found y",
 		},
 	} {
-		_, _, err := ParseApps("app.yaml", file(params))
+		_, _, err := app.Parse(app.Default(), "app.yaml", file(params))
 		if want == nil {
 			require.NoError(t, err, params)
 			continue
@@ -176,7 +176,7 @@ func TestInvalidParametersOfMexAreFaults(t *testing.T) {
 		}
 	}
 	for _, value := range []string{".nan", ".inf", "-.inf"} {
-		_, _, err := ParseApps("app.yaml", file("ttft_s: "+value))
+		_, _, err := app.Parse(app.Default(), "app.yaml", file("ttft_s: "+value))
 		require.ErrorContains(t, err,
 			"app.yaml:7:24: applications[0].routing.params.ttft_s: found "+value+", wanted a finite number")
 	}

@@ -13,16 +13,16 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/internal/loadgen"
-	"github.com/dpserve/dpserve/internal/server"
 )
 
 // TestPoolingsAreAccepted: every row of the comparison is a file that deploys.
 func TestPoolingsAreAccepted(t *testing.T) {
 	names := map[string]bool{}
 	for _, r := range poolings() {
-		_, warnings, err := server.ParseApps("bench.yaml", []byte(r.yaml()))
+		_, warnings, err := app.Parse(app.Default(), "bench.yaml", []byte(r.yaml()))
 		require.NoError(t, err, r.name)
 		if r.name == "apart-always" {
 			assert.Len(t, warnings, 1, "it is for comparison")

@@ -10,15 +10,15 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/loadgen"
-	"github.com/dpserve/dpserve/internal/server"
 )
 
 // TestSettingsAreAccepted: every row of the comparison is a file that deploys.
 func TestSettingsAreAccepted(t *testing.T) {
 	names := map[string]bool{}
 	for _, r := range settings() {
-		_, warnings, err := server.ParseApps("bench.yaml", []byte(simApp(r)))
+		_, warnings, err := app.Parse(app.Default(), "bench.yaml", []byte(simApp(r)))
 		require.NoError(t, err, r.name)
 		assert.Empty(t, warnings, r.name)
 		assert.False(t, names[r.name], r.name)

@@ -108,7 +108,7 @@ func newRestartNode(b *testing.B, log *slog.Logger) *restartNode {
 		Name: "a", RoutePrefix: "/", Model: app.Model{ID: "a"}, Engine: app.Engine{Kind: app.KindSim},
 		NumReplicas: restartRanks, NumGroups: 1,
 		DataParallel: app.DataParallel{DPSize: restartRanks, Coupling: app.Independent},
-		Routing:      app.Routing{Policy: "lpwl", Preset: app.PresetDocumented, Identity: app.IdentityText},
+		Routing:      app.Routing{Policy: "lpwl", Preset: "documented", Identity: app.IdentityText},
 	}
 	spec, err := json.Marshal([]*app.Application{a})
 	require.NoError(b, err)
