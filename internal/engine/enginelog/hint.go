@@ -9,6 +9,7 @@ import (
 	"unicode"
 	"unicode/utf8"
 
+	"github.com/dpserve/dpserve/internal/engineflags"
 	"github.com/dpserve/dpserve/internal/nearest"
 )
 
@@ -151,30 +152,11 @@ const unknownFlag = "unrecognized arguments:"
 func meantFlag(found string) string {
 	name, _, _ := strings.Cut(strings.TrimLeft(found, "-"), " ")
 	name, _, _ = strings.Cut(name, "=")
-	if meant := nearest.Word(name, knownFlags); meant != "" {
+	known := append(engineflags.Names(engineflags.VLLM), engineflags.Names(engineflags.SGLang)...)
+	if meant := nearest.Word(name, known); meant != "" {
 		return ", did you mean --" + meant + "?"
 	}
 	return ", or install the version of the engine that has it"
-}
-
-// knownFlags are flags that people write themselves, of vLLM and then of SGLang. The others of the two
-// engines are rarely mistyped.
-//
-//nolint:gochecknoglobals // a constant table
-var knownFlags = []string{
-	"max-model-len", "max-num-seqs", "max-num-batched-tokens", "gpu-memory-utilization", "kv-cache-dtype",
-	"kv-cache-memory-bytes", "enforce-eager", "trust-remote-code", "enable-prefix-caching", "dtype",
-	"no-enable-prefix-caching", "enable-chunked-prefill", "enable-expert-parallel", "quantization",
-	"all2all-backend", "block-size", "load-format", "download-dir", "revision", "tokenizer", "tokenizer-mode",
-	"chat-template", "enable-auto-tool-choice", "tool-call-parser", "reasoning-parser", "enable-lora",
-	"max-loras", "lora-modules", "speculative-config", "compilation-config", "limit-mm-per-prompt",
-	"swap-space", "cpu-offload-gb", "pipeline-parallel-size", "tensor-parallel-size", "seed", "api-key",
-	"hf-overrides", "hf-token", "served-model-name", "num-gpu-blocks-override", "enable-log-requests",
-
-	"mem-fraction-static", "context-length", "max-running-requests", "chunked-prefill-size", "page-size",
-	"attention-backend", "sampling-backend", "disable-cuda-graph", "cuda-graph-max-bs", "enable-dp-attention",
-	"disable-radix-cache", "enable-metrics", "schedule-policy", "moe-a2a-backend", "ep-size", "tp-size",
-	"enable-torch-compile", "speculative-algorithm", "nnodes", "node-rank", "dist-init-addr",
 }
 
 // ownWords begins the last line of a simulated engine that fails.
