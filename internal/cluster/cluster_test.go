@@ -24,6 +24,7 @@ import (
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
 // The interfaces that the actors use.
@@ -48,6 +49,7 @@ func TestMain(m *testing.M) {
 		}
 		return
 	}
+	parallel.AtLeast(8) // most of them wait for elections
 	goleak.VerifyTestMain(m)
 }
 

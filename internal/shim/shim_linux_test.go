@@ -647,10 +647,10 @@ func TestAShimThatIsSentGarbage(t *testing.T) {
 	assert.False(t, dead(r.info.State.PID))
 }
 
-// Sixty-four engines are found and owned again.
+// Sixteen engines are found and owned again.
 func TestManyEngines(t *testing.T) {
 	dir := t.TempDir()
-	const many = 64
+	const many = 16
 	sleep, err := exec.LookPath("sleep")
 	require.NoError(t, err)
 	for range many {

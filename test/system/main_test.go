@@ -18,10 +18,6 @@ import (
 const sideBySide = 8
 
 func TestMain(m *testing.M) {
-	if len(os.Args) == 2 && os.Args[1] == oddShim {
-		runOddShim()
-		return
-	}
 	parallel.AtLeast(sideBySide)
 	code := m.Run()
 	harness.RemoveBinary()

@@ -187,13 +187,20 @@ func copyFile(t *testing.T, from, to string) {
 	require.NoError(t, os.Rename(to+".new", to))
 }
 
-// EN2: a cluster of one node has its own leader: the state comes from its disk. Its next processes take over
-// all engines, one with several ranks among them. Then dpserve restart.
+// EN2, EN3, HF62, HF71: a cluster of one node has its own leader: the state comes from its disk. Its next
+// processes take over all engines, one with several ranks among them. Then dpserve restart. Shims are killed,
+// of a node that runs and of one that does not: each ends its engine alone, which starts again in a shim of the
+// binary that the node runs, whatever is at its path meanwhile.
 func TestEN2ANodeAlone(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(1))
-	c.Expect(harness.NodeFails, harness.EngineFails, harness.StreamBreaks)
+	c.Expect(harness.NodeFails, harness.EngineFails, harness.StreamBreaks, shimsFail)
 	w, dir := c.All[0], t.TempDir()
+	program := filepath.Join(t.TempDir(), "dpserve")
+	copyFile(t, harness.Binary(t), program)
+	w.Term()
+	w.Use(program)
+	w.Start()
 	w.Want(simApp("pair", 2, "lockstep", "") + "    route_prefix: /pair\n")
 	w.Want(simApp("solo", 2, "independent", "") + "    route_prefix: /solo\n")
 	w.Want(stubApp(t, "moe", "sglang", dir, "tp_size: 4, enable_dp_attention: true", "A: b",
@@ -223,5 +230,21 @@ func TestEN2ANodeAlone(t *testing.T) {
 	for range 8 {
 		chats(t, w.Real, "moe")
 	}
+	answersAt(t, "solo", w.HTTP+"/solo")
+
+	require.NoError(t, os.Rename(program, program+".old"))
+	copyFile(t, harness.StubEngine(t), program)
+	solo := before["solo"]
+	after := restartedOnce(c, "solo", "0/1", seats(&solo), func(l launched) { l.kill(c) })
+	started := launchOf(t, filepath.Join(w.Dir, "engines"), after["0/1"].PID)
+	for _, pid := range []int{started.state.Shim, started.state.PID} {
+		assert.True(t, sameImage(t, w.PID, pid), "process %d runs what the node runs", pid)
+	}
+	require.NoError(t, os.Rename(program+".old", program))
+	restartedOnce(c, "solo", "0/0", after, func(l launched) {
+		w.Crash()
+		l.kill(c)
+		w.Start()
+	})
 	answersAt(t, "solo", w.HTTP+"/solo")
 }
