@@ -60,24 +60,6 @@ func TestAUnitFailsAfterThreeFailedStarts(t *testing.T) {
 	assert.Equal(t, "RUNNING", w.status("moe"))
 }
 
-// The second attempt counts as one restart.
-func TestAUnitRunsAfterOneFailedStart(t *testing.T) {
-	w := newWorld(t)
-	w.deploy(sim("moe", 8, app.Lockstep))
-	w.says("a", "moe/0", msg.UnitKilling, because("rank 5"))
-	w.says("a", "moe/0", msg.UnitGone)
-	w.pass(time.Second)
-	w.up("moe/0")
-	s := view{w.core}.Status()[0]
-	assert.Equal(t, "RUNNING", s.Status)
-	assert.Equal(t, 2, s.Units[0].Attempt)
-	assert.Equal(t, 1, s.Units[0].Restarts)
-	assert.Equal(t, uint64(2), s.Units[0].Epoch)
-	assert.Empty(t, s.Units[0].Reason)
-	assert.Equal(t, 8, s.Ready)
-	assert.Equal(t, 1, w.saw("restart moe/0"))
-}
-
 // TestHF52FailedUnitIsTriedAgain every few minutes. The application is DEPLOY_FAILED until it is ready, also
 // for the next leader, and a deploy meanwhile waits for the start under way.
 func TestHF52FailedUnitIsTriedAgain(t *testing.T) {
@@ -119,31 +101,6 @@ func TestHF52FailedUnitIsTriedAgain(t *testing.T) {
 	assert.Equal(t, "DEPLOYING", w.status("chat"))
 	w.up("chat/0/0")
 	assert.Equal(t, "RUNNING", w.status("chat"))
-}
-
-// The restarts are 1, 2, 4 … 300 s apart or up to a quarter less, and begin at 1 s again after 10 min ready.
-func TestRG6RestartsForEverAfterReady(t *testing.T) {
-	w := newWorld(t)
-	w.deploy(sim("chat", 1, app.Independent))
-	crash := func(seconds int) {
-		w.up("chat/0/0")
-		w.says("a", "chat/0/0", msg.UnitFenced, because("exit 0"))
-		w.says("a", "chat/0/0", msg.UnitKilling)
-		w.says("a", "chat/0/0", msg.UnitGone, wasReady)
-		wait := w.core.Due().Sub(w.now)
-		w.pass(wait)
-		longest := time.Duration(seconds) * time.Second
-		require.LessOrEqual(t, wait, longest)
-		require.GreaterOrEqual(t, wait, longest*3/4)
-	}
-	for _, seconds := range []int{1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300} {
-		crash(seconds)
-	}
-	w.up("chat/0/0")
-	w.pass(10 * time.Minute)
-	crash(1)
-	assert.Equal(t, "UNHEALTHY", w.status("chat"))
-	assert.Equal(t, 12, w.state.Units["chat/0/0"].Restarts)
 }
 
 // The others keep their epoch. The rank keeps its number and slot, and gets new ports.

@@ -12,56 +12,6 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// TestHF50WhatHasServedComesBack: what the engines need is away for an hour, in which nodes and leaders come
-// and go. No unit fails, and when it is back they are ready within the longest wait. Nobody deploys.
-func TestHF50WhatHasServedComesBack(t *testing.T) {
-	for name, begins := range map[string]func(c *fleet){
-		"the engines end": func(*fleet) {},
-		"the node boots":  func(c *fleet) { c.hosts["a"].restart() },
-		"the node was told to end": func(c *fleet) {
-			c.hosts["a"].close()
-			c.renew("a")
-			c.hosts["a"].restart()
-		},
-		"the node is lost": func(c *fleet) {
-			c.hosts["a"].cut = true
-			c.run(20 * time.Second)
-			c.hosts["a"].restart()
-			c.hosts["a"].cut = false
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			for _, a := range []*app.Application{
-				sim("chat", 2, app.Independent), sim("chat", 2, app.Lockstep),
-			} {
-				c := newFleet(t, newHost("a", 4))
-				c.deploy(a)
-				c.renew("a")
-				require.Equal(t, "RUNNING", c.status("chat"))
-				c.hosts["a"].broken = true
-				for _, u := range c.core.unitIDs() {
-					c.hosts["a"].crash(u)
-				}
-				begins(c)
-				for minute := range 60 {
-					c.run(time.Minute)
-					if minute%20 == 10 {
-						c.newLeader()
-					}
-					require.Zero(t, c.saw("unit_failed"), minute)
-					require.Contains(t, []string{"UNHEALTHY", "DEPLOYING"}, c.status("chat"))
-				}
-				for _, u := range c.core.unitIDs() {
-					require.Less(t, c.state.Epochs[u], uint64(40), "the waits grow")
-				}
-				c.hosts["a"].broken = false
-				c.run(state.DefaultRestartMax)
-				assert.Equal(t, "RUNNING", c.status("chat"))
-			}
-		})
-	}
-}
-
 // HF50: Hundred ranks that end at one moment do not start at one.
 func TestRestartsAreSpread(t *testing.T) {
 	c := newFleet(t, newHost("a", 100))

@@ -202,6 +202,8 @@ func TestDeployStatusEventsDelete(t *testing.T) {
 	})
 }
 
+// PL2: what does not fit is refused at once, with what is needed and what each node has free, and starts
+// nothing.
 func TestDeployIsRefusedBeforeAnythingStarts(t *testing.T) {
 	rigged(t, nil, func(t *testing.T, r *rig) {
 		r.deploy(t, sim("small", 4, app.Independent))
@@ -252,27 +254,6 @@ func TestStatusShowsWhatWasJustDeployedOrDeleted(t *testing.T) {
 				require.Equal(t, "DELETING", s.Status)
 			}
 		}
-	})
-}
-
-// RG6: rank 5 of 8 fails at start, always; then once: always: 3 attempts 1 and 2 s apart, then DEPLOY_FAILED
-// with up to its last 20 log lines, none ever routable; once: RUNNING on attempt 2.
-func TestFailedStartsThroughTheActor(t *testing.T) {
-	rigged(t, nil, func(t *testing.T, r *rig) {
-		r.agent.refuse(problem.New(problem.Conflict, "stale epoch"))
-		r.deploy(t, sim("chat", 1, app.Independent))
-		began := time.Now()
-		for r.Status()[0].Status != "DEPLOY_FAILED" {
-			<-r.Watch()
-		}
-		assert.Equal(t, 3*time.Second, time.Since(began), "fake time: 1 and 2 s between three starts")
-		synctest.Wait()
-		assert.Equal(t, []string{"start chat/0/0 1", "start chat/0/0 2", "start chat/0/0 3"}, r.agent.seen())
-		assert.Equal(t, 2, r.metrics.restarts)
-		assert.Equal(t, "node a refused: stale epoch", r.store.State().Units["chat/0/0"].Reason)
-		r.agent.refuse(nil)
-		r.deploy(t, sim("chat", 1, app.Independent))
-		assert.Equal(t, "RUNNING", r.Status()[0].Status)
 	})
 }
 

@@ -124,41 +124,6 @@ func TestRenewThroughTheActor(t *testing.T) {
 	})
 }
 
-func TestNodesAreLostDrainedAndRemovedThroughTheActor(t *testing.T) {
-	withNodes(t, nil, func(t *testing.T, r *nodesRig) {
-		what := Deployment{Apps: []*app.Application{sim("chat", 2, app.Independent)}}
-		_, _, err := r.Deploy(t.Context(), what)
-		require.NoError(t, err)
-		synctest.Wait()
-		r.renewAll(2)
-		require.Equal(t, "RUNNING", r.Status()[0].Status)
-		require.NoError(t, r.Drain(t.Context(), "a", time.Time{}))
-		for range 8 {
-			synctest.Wait()
-			r.renewAll(2)
-		}
-		assert.Equal(t, "drained", r.Nodes()[0].State)
-		assert.Equal(t, "RUNNING", r.Status()[0].Status)
-		require.NoError(t, r.Undrain(t.Context(), "a"))
-		require.ErrorIs(t, r.Drain(t.Context(), "nobody", time.Time{}), state.ErrUnknownNode)
-		require.ErrorIs(t, r.Remove(t.Context(), "b"), state.ErrUnitsLeft)
-
-		for range 7 { // b is silent
-			_, err := r.workers["a"].renew(r.Controller)
-			require.NoError(t, err)
-			time.Sleep(2 * time.Second)
-		}
-		synctest.Wait()
-		r.renewOnly("a")
-		assert.Equal(t, "lost", r.Nodes()[1].State)
-		assert.Equal(t, "RUNNING", r.Status()[0].Status)
-		require.NoError(t, r.Remove(t.Context(), "b"))
-		assert.Len(t, r.Nodes(), 1)
-		_, err = r.workers["b"].renew(r.Controller)
-		require.ErrorIs(t, err, state.ErrNodeRemoved)
-	})
-}
-
 func (r *nodesRig) renewOnly(id string) {
 	for range 3 {
 		_, err := r.workers[id].renew(r.Controller)

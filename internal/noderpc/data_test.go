@@ -4,7 +4,6 @@ import (
 	"context"
 	"io"
 	"net/http"
-	"strings"
 	"testing"
 	"time"
 
@@ -16,71 +15,6 @@ import (
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/test/ports"
 )
-
-// TestDataStream: an engine's stream arrives whole, with its header and the ticket, and each chunk at once.
-func TestDataStream(t *testing.T) {
-	next := make(chan struct{})
-	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
-		swallowBody(r)
-		w.Header().Set("X-Engine", "yes")
-		for range 5 {
-			<-next
-			dataChunks(w, 1)
-		}
-	}})
-	resp, rep, err := g.client.Ask(t.Context(),
-		func() *rankleg.Request { feedSteps(next, 5); return g.dispatch() }())
-	require.NoError(t, err)
-	defer resp.Body.Close()
-	assert.Equal(t, msg.AdmitReply{
-		Epoch: 3, Seq: 12,
-		Ticket: msg.Ticket{ID: ticketID, Epoch: 3, Incarnation: 9, Seq: 12, Rank: routing.ID(0, 1)},
-	}, rep)
-	assert.Equal(t, "yes", resp.Header.Get("X-Engine"))
-	for name := range resp.Header {
-		assert.NotContains(t, name, dataPrefix)
-	}
-	b, err := io.ReadAll(resp.Body)
-	require.NoError(t, err)
-	assert.Equal(t, strings.Repeat(dataChunk, 5), string(b))
-	assert.Empty(t, g.rank.done(), "the ticket is the ingress's to give back")
-}
-
-// feedSteps sends n steps from another goroutine.
-func feedSteps(c chan struct{}, n int) {
-	go func() {
-		for range n {
-			c <- struct{}{}
-		}
-	}()
-}
-
-// TestDataChunkByChunk: no chunk waits for the next one.
-func TestDataChunkByChunk(t *testing.T) {
-	next := make(chan struct{})
-	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
-		swallowBody(r)
-		for range next {
-			dataChunks(w, 1)
-		}
-	}})
-	go func() { next <- struct{}{} }()
-	resp, _, err := g.client.Ask(t.Context(), g.dispatch())
-	require.NoError(t, err)
-	defer resp.Body.Close()
-	buf := make([]byte, 4096)
-	for i := range 3 {
-		n, err := resp.Body.Read(buf)
-		require.NoError(t, err)
-		require.Equal(t, dataChunk, string(buf[:n]))
-		if i < 2 {
-			next <- struct{}{}
-		}
-	}
-	close(next)
-	_, err = resp.Body.Read(buf)
-	assert.ErrorIs(t, err, io.EOF)
-}
 
 // TestDataWholeAndErrors: every answer of an engine passes byte for byte, also with statuses that the port
 // itself uses.
@@ -217,21 +151,6 @@ func TestDataEngineLost(t *testing.T) {
 }
 
 func newDispatch() *rankleg.Request { return (&dataRig{}).dispatch() }
-
-// TestDataCut: an engine that breaks off in mid-stream resets the stream: no clean end, and no fault of the
-// node.
-func TestDataCut(t *testing.T) {
-	g := newDataRig(t, dataOptions{engine: func(w http.ResponseWriter, r *http.Request) {
-		swallowBody(r)
-		dataChunks(w, 2)
-		panic(http.ErrAbortHandler)
-	}})
-	a := g.send(g.dispatch())
-	require.NoError(t, a.err)
-	require.Error(t, a.cut)
-	require.NotErrorIs(t, a.cut, rankleg.ErrUnreachable)
-	assert.Equal(t, strings.Repeat(dataChunk, 2), a.body)
-}
 
 // lateEngine answers with a chunk, or not at all, and then waits until its client leaves.
 func lateEngine() (engine http.HandlerFunc, came, left chan struct{}) {

@@ -119,43 +119,6 @@ func TestRanksOfASilentNodeAreShownUnreachable(t *testing.T) {
 	})
 }
 
-// ST1: The leader dies and takes ranks with it: the next leader, which never heard of that node, shows them
-// as unreachable.
-func TestRanksOfADeadLeaderAreShownUnreachable(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		c := harness.New(t, harness.Nodes(3), harness.Slots(4))
-		c.Expect(harness.NodeFails)
-		c.WaitVoters(3)
-		c.Deploy(spread("a", 6))
-		c.WaitStatus("a", "RUNNING")
-		time.Sleep(5 * time.Second)
-		since := map[string]time.Time{}
-		for _, a := range c.Apps() {
-			for _, u := range a.Units {
-				since[u.Unit] = u.Since.Truncate(time.Millisecond)
-			}
-		}
-		require.Len(t, since, 6)
-		dead := c.Leader()
-		died := time.Now()
-		dead.Drop()
-		left := c.Running()[0]
-		left.Led() // its first answer
-		t.Logf("answers %s after the leader's death", time.Since(died))
-		time.Sleep(shownAt)
-		st, _ := left.App("a")
-		assert.Equal(t, "UNHEALTHY", st.Status, st.Message)
-		assert.Equal(t, 2, unreachableRanks(t, st, dead.ID))
-		assert.Equal(t, 4, st.Ready)
-		for _, u := range st.Units { // the ages of ranks survive a change of leader
-			assert.Equal(t, uint64(1), u.Epoch, u.Unit)
-			assert.True(t, since[u.Unit].Equal(u.Since.Truncate(time.Millisecond)), "%s: since %s, now %s",
-				u.Unit, since[u.Unit], u.Since)
-		}
-	})
-}
-
 // chatAt asks a node for a completion that is not streamed and returns the answer's status and body.
 func chatAt(t *testing.T, p *harness.Peer, model string) (code int, text string, took time.Duration) {
 	t.Helper()

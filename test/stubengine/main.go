@@ -4,8 +4,7 @@
 //
 //	STUB_DIR   folder where each process leaves <pid>.json with its command line and environment
 //	STUB_DO    one of: exit=CODE (after some lines) · wrong-port=PORT · garbage (answers no HTTP) ·
-//	           not-found (answers 418) · hang (never listens) · stubborn (ignores SIGTERM) · workers (leaves
-//	           a child that ignores SIGTERM)
+//	           not-found (answers 418) · hang (never listens)
 //	STUB_RANK  the data-parallel rank or node that STUB_DO is for; unset: all
 package main
 
@@ -16,7 +15,6 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"os/exec"
 	"os/signal"
 	"path/filepath"
 	"slices"
@@ -35,18 +33,10 @@ type Start struct {
 	PID  int      `json:"pid"`
 }
 
-// workerWord makes the program a child that holds nothing and ignores SIGTERM.
-const workerWord = "stub-worker"
-
 // fewLines are written before an exit.
 const fewLines = 30
 
 func main() {
-	if len(os.Args) > 1 && os.Args[1] == workerWord {
-		signal.Ignore(syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP)
-		time.Sleep(time.Hour)
-		return
-	}
 	if err := record(os.Getenv("STUB_DIR")); err != nil {
 		fmt.Fprintln(os.Stderr, "stubengine:", err)
 		os.Exit(1)
@@ -113,18 +103,6 @@ func misbehave(f flags, do string) (code int, ok bool) {
 	case "wrong-port":
 		f.set("--port", value)
 		f.drop("--kv-events-config")
-	case "stubborn":
-		go func() { _ = sim.Main(context.Background(), f.translate(), os.Stdout, os.Stderr) }()
-		signal.Ignore(syscall.SIGTERM, syscall.SIGINT)
-		time.Sleep(time.Hour)
-		return 0, true
-	case "workers":
-		child := exec.Command(os.Args[0], workerWord)
-		child.Stdout, child.Stderr = os.Stdout, os.Stderr
-		if err := child.Start(); err != nil {
-			fmt.Fprintln(os.Stderr, "stubengine:", err)
-			return 1, true
-		}
 	}
 	return 0, false
 }

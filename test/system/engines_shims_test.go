@@ -58,8 +58,8 @@ func (l *launched) kill(c *harness.Members) {
 	c.T.Logf("NUMBER an engine has ended %s after SIGKILL of its shim", time.Since(began))
 }
 
-// restartedOnce breaks one rank of an application on the first node, and waits until it has another process with
-// the next epoch. The others are as before. It returns all.
+// restartedOnce breaks one rank of an application on the first node, and waits until it has another process
+// with the next epoch. The others are as before. It returns all.
 func restartedOnce(c *harness.Members, app, victim string, before map[string]client.RankStatus,
 	breaks func(l launched),
 ) map[string]client.RankStatus {

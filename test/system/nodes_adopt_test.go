@@ -188,9 +188,9 @@ func copyFile(t *testing.T, from, to string) {
 }
 
 // EN2, EN3, HF62, HF71: a cluster of one node has its own leader: the state comes from its disk. Its next
-// processes take over all engines, one with several ranks among them. Then dpserve restart. Shims are killed,
-// of a node that runs and of one that does not: each ends its engine alone, which starts again in a shim of the
-// binary that the node runs, whatever is at its path meanwhile.
+// processes take over all engines, one with several ranks among them. Then dpserve restart. Shims are
+// killed, of a node that runs and of one that does not: each ends its engine alone, which starts again in a
+// shim of the binary that the node runs, whatever is at its path meanwhile.
 func TestEN2ANodeAlone(t *testing.T) {
 	t.Parallel()
 	c := harness.StartMembers(t, harness.Each(1))

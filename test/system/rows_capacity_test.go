@@ -15,46 +15,6 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// PL2: 16 ranks where 8 can exist, by slots and by devices: plan and deploy refuse at once, say what is
-// needed and what each node has free, and start nothing.
-func TestPL2MoreRanksThanCanExist(t *testing.T) {
-	t.Parallel()
-	c := harness.StartMembers(t, harness.Each(2, "--gpus", "8"), harness.MemberSlots(4), harness.Calm)
-	a := c.All[0]
-	for _, row := range []struct {
-		name, file string
-		want       []string
-	}{
-		{"slots", simApp("wide", 16, "lockstep", ""), []string{
-			"8 of 16 ranks can be placed", "need: 16 ranks of 1 slot each, PACK",
-			"node a: 4 of 4 slots free, 8 of 8 devices free, room for 4 ranks",
-			"node b: 4 of 4 slots free, 8 of 8 devices free, room for 4 ranks",
-		}},
-		{"independent", simApp("wide", 1, "independent", "") + "    num_replicas: 16\n", []string{
-			"node a: ", "node b: ", "need: ",
-		}},
-		{"devices", strings.Replace(onDevices("wide", 16, 2), "independent", "lockstep", 1), []string{
-			"8 of 16 ranks can be placed", "need: 16 ranks of 1 slot and 2 devices each, PACK",
-			"node a: 4 of 4 slots free, 8 of 8 devices free, room for 4 ranks",
-		}},
-	} {
-		file := written(t, row.file)
-		for _, word := range []string{"plan", "deploy"} {
-			code, text := command(a, word, file)
-			assert.Equal(t, 5, code, "%s of %s: %s", word, row.name, text)
-			for _, want := range row.want {
-				assert.Contains(t, text, want, "%s of %s", word, row.name)
-			}
-			assert.Contains(t, text, "hint: ", "%s of %s", word, row.name)
-		}
-	}
-	_, err := a.AppOf("wide")
-	require.Error(t, err, "a refused deploy leaves nothing")
-	for _, m := range c.All {
-		assert.Empty(t, m.Children(), "no process was started")
-	}
-}
-
 // isDead is harness.Alive for the other answer.
 func isDead(pid int) bool { return !harness.Alive(pid) }
 
