@@ -56,8 +56,8 @@ func requireWaits(t *testing.T, got []time.Duration, want ...int) {
 	}
 }
 
-// RG6: Failures after ready: restart for ever, 1, 2, 4 … 300 s apart; ten minutes of health begin the count again,
-// less do not.
+// RG6: Failures after ready: restart for ever, 1, 2, 4 … 300 s apart; ten minutes of health begin the count
+// again, less do not.
 func TestRestartBackoffAndItsReset(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
@@ -141,8 +141,8 @@ func TestHF50ModelStoreAwayForTenMinutes(t *testing.T) {
 	})
 }
 
-// RG6: Failed starts: three attempts, 1 and 2 s apart, then failed, with the engine's last words; a deploy gives
-// three more.
+// RG6: Failed starts: three attempts, 1 and 2 s apart, then failed, with the engine's last words; a deploy
+// gives three more.
 func TestStartFailsThreeTimes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
