@@ -124,14 +124,6 @@ func TestRenewThroughTheActor(t *testing.T) {
 	})
 }
 
-func (r *nodesRig) renewOnly(id string) {
-	for range 3 {
-		_, err := r.workers[id].renew(r.Controller)
-		require.NoError(r.t, err)
-		synctest.Wait()
-	}
-}
-
 // slowStore shows the state only after ready is closed.
 type slowStore struct {
 	msg.Store
