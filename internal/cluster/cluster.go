@@ -378,7 +378,10 @@ func (c *Cluster) startNextRun() *run {
 			}
 			return nil
 		}
-		c.setFault(fmt.Errorf("%w: %w", ErrDisk, err))
+		if !errors.Is(err, ErrDisk) {
+			err = fmt.Errorf("%w: %w", ErrDisk, err)
+		}
+		c.setFault(err)
 		c.log.Debug("consensus cannot start again yet", "component", "cluster", "err", err)
 	}
 }
@@ -393,6 +396,12 @@ func (c *Cluster) newRun() (_ *run, err error) {
 	g := newGuard(d.log, &c.book, guardHooks{
 		uid: c.ident.UID, alone: &c.alone, wrote: c.onDiskWrite, failed: c.onDiskFailure,
 	})
+	if c.faulty.Load() {
+		if err := g.tryWrite(); err != nil {
+			g.awaitCalls()
+			return nil, errors.Join(err, d.Close())
+		}
+	}
 	r := &run{disk: d, guard: g, net: c.net, seen: make(chan raft.Observation, 1), over: make(chan struct{})}
 	if err := r.start(c); err != nil {
 		return nil, errors.Join(err, d.Close())

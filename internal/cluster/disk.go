@@ -25,6 +25,9 @@ const raftDir = "raft"
 // dirMode gives only the owner access: specs may name private models.
 const dirMode = 0o700
 
+// keyDiskTest is what tryWrite writes to the stable store, beside raft's keys.
+const keyDiskTest = "DiskTest"
+
 // keyCurrentTerm is raft's name of the term in the stable store; see undoUnfinishedStart.
 const keyCurrentTerm = "CurrentTerm"
 
@@ -185,6 +188,13 @@ func (g *guard) callWrite(write func() error) error {
 	}
 	g.hooks.wrote()
 	return nil
+}
+
+// tryWrite writes before raft starts again after a failure. A raft that cannot keep its vote still promises
+// it: an isolated node would raise its term with each election that it loses then, and after the heal every
+// leader would be deposed until the terms meet.
+func (g *guard) tryWrite() error {
+	return g.callDisk(func() error { return g.LogStore.SetUint64([]byte(keyDiskTest), 1) })
 }
 
 // callDisk makes one call of the disk and waits for it, at most diskLimit. A call that hangs fails the guard

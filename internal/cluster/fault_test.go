@@ -25,16 +25,23 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
+// sickness is the state of a failingDisk, and counts the writes that it failed.
+type sickness struct {
+	atomic.Bool
+	tests, others atomic.Int64 // of a node that tries whether writes succeed; of raft
+}
+
 // failingDisk fails every write while it is sick.
 type failingDisk struct {
 	cluster.LogStore
-	sick *atomic.Bool
+	sick *sickness
 }
 
 var errNoSpace = errors.New("no space left on device")
 
 func (d failingDisk) try(write func() error) error {
 	if d.sick.Load() {
+		d.sick.others.Add(1)
 		return errNoSpace
 	}
 	return write()
@@ -53,14 +60,18 @@ func (d failingDisk) Set(key, value []byte) error {
 }
 
 func (d failingDisk) SetUint64(key []byte, value uint64) error {
+	if string(key) == "DiskTest" && d.sick.Load() {
+		d.sick.tests.Add(1)
+		return errNoSpace
+	}
 	return d.try(func() error { return d.LogStore.SetUint64(key, value) })
 }
 
 func (d failingDisk) IsMonotonic() bool { return true }
 
 // failingConfig returns a config whose disk the test can let fail.
-func failingConfig(cfg cluster.Config) (cluster.Config, *atomic.Bool) {
-	sick := new(atomic.Bool)
+func failingConfig(cfg cluster.Config) (cluster.Config, *sickness) {
+	sick := new(sickness)
 	cfg.Stores = func(s cluster.LogStore) cluster.LogStore { return failingDisk{s, sick} }
 	return cfg, sick
 }
@@ -106,7 +117,8 @@ func TestSickDisk(t *testing.T) {
 	require.ErrorIs(t, c.Ready(t.Context()), cluster.ErrClosed)
 }
 
-// MB10: another voter takes over, and the node comes back when its disk accepts writes again.
+// MB10: another voter takes over, and the node comes back when its disk accepts writes again. Before that its
+// raft does not start: it would promise votes that it cannot keep.
 func TestSickDiskOfALeader(t *testing.T) {
 	t.Parallel()
 	g := newGroup(t)
@@ -127,6 +139,10 @@ func TestSickDiskOfALeader(t *testing.T) {
 	_, _ = first.ProposeHere(t.Context(), putApp("refused", "one"))
 	next := g.leader(g.others(first)...)
 	propose(t, next.Cluster, putApp("demo", "two"))
+	require.Eventually(t, func() bool { return sick.tests.Load() > 0 }, limit, 5*time.Millisecond)
+	others := sick.others.Load()
+	require.Eventually(t, func() bool { return sick.tests.Load() > 1 }, limit, 5*time.Millisecond)
+	assert.Equal(t, others, sick.others.Load(), "raft writes to a disk that fails its test")
 	sick.Store(false)
 	g.retry(func() error { _, err := first.Propose(t.Context(), putApp("demo", "three")); return err })
 	g.ready(first)
