@@ -23,12 +23,13 @@ var walkSeeds = flag.Int("walk.seeds", defaultSeeds, "how many random walks")
 
 // Sizes of a walk.
 const (
-	shortSeeds  = 8
-	walkRounds  = 2                // each ends with a quiet point
-	roundSteps  = 16               // actions in a round
-	shortRest   = 2 * time.Second  // longest pause between most actions
-	longestRest = 40 * time.Second // longest pause between some
-	burst       = 8                // requests at once
+	defaultSeeds = 12 // .ci/run plays 100, make nightly 1,000
+	shortSeeds   = 8
+	walkRounds   = 2                // each ends with a quiet point
+	roundSteps   = 16               // actions in a round
+	shortRest    = 2 * time.Second  // longest pause between most actions
+	longestRest  = 40 * time.Second // longest pause between some
+	burst        = 8                // requests at once
 )
 
 var walkApps = []string{"a", "b"}
