@@ -165,8 +165,14 @@ func (req *request) eventOf(kind dispatch.EventKind, res *result) dispatch.Event
 	rk := req.attempt.rank
 	return dispatch.Event{
 		Kind: kind, Side: dispatch.Decode, Cause: res.cause, Number: req.number, Rank: rk.ref(),
-		Unit: rk.unitKey, Text: res.text, IsSpent: req.rest.IsBegun(),
+		Unit: rk.unitKey, Text: res.text, IsSpent: req.rest.IsBegun() || req.hasActed(kind, res.cause),
 	}
+}
+
+// hasActed reports whether an engine may have acted on a request that is not sent again.
+func (req *request) hasActed(kind dispatch.EventKind, why dispatch.Cause) bool {
+	return !req.route.Again() && kind != dispatch.EvRefused && why != dispatch.ConnRefused &&
+		why.Row().Cost == dispatch.Run
 }
 
 // newAsk is the request for a rank. A request that computes no tokens (/tokenize, /detokenize) takes no
@@ -174,8 +180,11 @@ func (req *request) eventOf(kind dispatch.EventKind, res *result) dispatch.Event
 // ticket: it is the context of the request and not of the attempt, which ends at the same moment as its
 // ticket, and the DPServer would take that for an abandoned request.
 func (req *request) newAsk(life context.Context, rk *rank) *rankleg.Request {
-	q := &rankleg.Request{Rank: rk.Rank, Route: req.route, Header: req.header, Body: req.engineBody}
-	if req.route == openai.NoRoute || req.route.Generates() {
+	q := &rankleg.Request{
+		Rank: rk.Rank, Route: req.route, Target: req.target, Header: req.header, Body: req.engineBody,
+		IsPlain: req.scan.IsPlain,
+	}
+	if req.route == openai.NoRoute || req.route.Computes() {
 		q.Admit = req.newAdmit(life, rk)
 	}
 	return q

@@ -285,7 +285,7 @@ func TestARefusedRequestLeavesItsHTTP2Connection(t *testing.T) {
 		return resp.StatusCode
 	}
 	for range 3 {
-		assert.Equal(t, 404, ask("/v1/nothing", chatBody))
+		assert.Equal(t, 403, ask("/sleep", chatBody))
 		assert.Equal(t, 413, ask("/v1/chat/completions", strings.Repeat(" ", 2000)))
 		assert.Equal(t, 200, ask("/v1/chat/completions", chatBody))
 	}

@@ -113,6 +113,7 @@ type requestMemory struct {
 	requestPool sync.Pool // *request
 	promptPool  sync.Pool // *promptMemory
 	bodies      bodyMemory
+	responses   responseHomes
 	memory      memoryGuard
 }
 
@@ -332,14 +333,15 @@ func (in *Ingress) closeAppRouters() {
 	}
 }
 
-// serveWith is serve with a function that sets what the router's own API asks for beyond headers; nil:
-// nothing.
+// serveWith answers one inference request of a route scope. target is the path and query at the engine, of a
+// route without a fixed path. demand sets what the router's own API asks for beyond headers; nil: nothing.
 func (in *Ingress) serveWith(w http.ResponseWriter, r *http.Request, s *routeScope, route openai.Route,
-	demand func(*request),
+	target string, demand func(*request),
 ) {
 	req, _ := in.requestPool.Get().(*request)
 	in.inflight.Add(1)
 	req.w, req.r, req.route, req.start, req.bodySettled = w, r, route, time.Now(), true
+	req.target = target
 	req.rc = http.NewResponseController(w)
 	req.flush = flusher(w)
 	cut, whole, rc := false, false, req.rc

@@ -166,14 +166,14 @@ func TestARefusedSmallBodyKeepsItsConnection(t *testing.T) {
 		closes     bool
 	}{
 		{"small", "Host: x\r\n", skippedBody, 503, false},
-		{"to no route", "Host: x\r\n", 100, 404, false},
+		{"to no route", "Host: x\r\n", 100, 403, false},
 		{"large", "Host: x\r\n", skippedBody + 1, 503, true},
 		{"not sent yet", "Host: x\r\nExpect: 100-continue\r\n", 100, 503, true},
 	} {
 		conn := g.connect(t)
 		path := "/v1/completions"
-		if c.status == 404 {
-			path = "/nothing"
+		if c.status == 403 {
+			path = "/sleep"
 		}
 		for range 2 {
 			_, err := fmt.Fprintf(conn, "POST %s HTTP/1.1\r\n%sContent-Length: %d\r\n\r\n%s", path, c.head,

@@ -35,13 +35,18 @@ func sourceOf(t *testing.T, path string) string {
 }
 
 // TestThePageHasEveryRoute: the table of docs/api.md names the routes of an ingress, and no other; the
-// paragraph below it names what engines have and an ingress refuses.
+// paragraph below it names what an ingress refuses.
 func TestThePageHasEveryRoute(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	page := endpointPart(t)
 	var served []string
+	for r := openai.Completions; int(r) < openai.NumRoutes; r++ {
+		for _, path := range r.Paths() {
+			served = append(served, r.Method()+" "+path)
+		}
+	}
 	for _, r := range (surface{g.in}).newEngine().Routes() {
-		if r.Method != http.MethodHead { // said in words
+		if r.Method != http.MethodHead && openai.RouteOf(r.Path) == openai.NoRoute { // HEAD is said in words
 			served = append(served, r.Method+" "+strings.Replace(r.Path, "*id", "{id}", 1))
 		}
 	}
@@ -56,14 +61,14 @@ func TestThePageHasEveryRoute(t *testing.T) {
 	slices.Sort(listed)
 	assert.Equal(t, served, listed, "the routes of the code, and those of docs/api.md")
 
-	_, refused, _ := strings.Cut(page, "**Not served**")
+	_, refused, _ := strings.Cut(page, "**Not for clients**")
 	refused, _, _ = strings.Cut(refused, "\n\n")
 	paths := regexp.MustCompile("`(/[^`]+)`").FindAllStringSubmatch(refused, -1)
 	require.Greater(t, len(paths), 10)
 	for _, path := range paths {
 		a := g.post(path[1], chatBody)
-		assert.Equal(t, http.StatusNotFound, a.status, path[1])
-		assert.Equal(t, "unsupported_route", a.code(t), path[1])
+		assert.Equal(t, http.StatusForbidden, a.status, path[1])
+		assert.Equal(t, "route_denied", a.code(t), path[1])
 	}
 }
 

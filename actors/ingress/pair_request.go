@@ -72,7 +72,11 @@ type pairAttempt struct {
 // prepareSplit reads a request of an application with two pools.
 func prepareSplit(req *request) *failure {
 	p := req.app.pair
-	if p == nil || !req.route.Generates() {
+	switch {
+	case p == nil || !req.route.Computes():
+		return nil
+	case req.scan.IsPlain:
+		p.metrics.NotSplit(transfer.OnRoute.String())
 		return nil
 	}
 	s, _ := req.in.pairs.requests.Get().(*split)

@@ -27,7 +27,7 @@ func (req search) pick(ctx context.Context, cmd *dispatch.Command) dispatch.Even
 	ev := dispatch.Event{Kind: dispatch.EvNoRank, Number: cmd.Number}
 	var rk *rank
 	switch {
-	case req.route.Generates():
+	case req.route.Computes():
 		rk, ev.HasWaited = req.pickBy(ctx, cmd.Pays, req.decide)
 	default:
 		rk, ev.HasWaited = req.pickUncounted(ctx, cmd.Pays)

@@ -113,7 +113,7 @@ func (p *prompt) fromBody(ctx context.Context, ar *appRouter, route openai.Route
 	if scan.PromptTokens < 0 {
 		p.tokens, p.estimated = ar.estimates.tokens[route].PromptTokens(scan), true
 	}
-	if !route.Generates() {
+	if !route.Computes() {
 		p.tokens, p.estimated = 0, false
 		return nil // it computes no prompt and changes no cache
 	}
@@ -122,8 +122,8 @@ func (p *prompt) fromBody(ctx context.Context, ar *appRouter, route openai.Route
 	if r.needs.Session {
 		p.session = sessionOf(h, scan.User)
 	}
-	if scan.IsHead {
-		return nil
+	if scan.IsHead || !route.Generates() {
+		return nil // the prompt is not known, or leaves nothing in a cache
 	}
 	p.identify(ctx, ar, r, scan, body, h)
 	if r.needs.Text {

@@ -26,11 +26,16 @@ func (r relay) answer(ctx context.Context, resp *http.Response) result {
 	switch {
 	case resp.StatusCode >= http.StatusBadRequest:
 		return r.relayError(ctx, resp)
+	case resp.StatusCode >= http.StatusMultipleChoices && !r.route.Again():
+		resp.Header.Del("Location") // an internal address, here too
+		return r.relayWhole(ctx, resp)
 	case resp.StatusCode >= http.StatusMultipleChoices:
 		// Its Location is an internal address, to which clients would send the prompt.
 		return result{cause: dispatch.Redirected, status: resp.StatusCode}
 	case isStream(resp.Header):
 		return r.relayStream(ctx, resp)
+	case resp.ContentLength < 0 && !r.route.Generates():
+		return r.relayFlow(ctx, resp)
 	default:
 		return r.relayWhole(ctx, resp)
 	}
@@ -42,6 +47,7 @@ func (r relay) answer(ctx context.Context, resp *http.Response) result {
 func (r relay) relayStream(ctx context.Context, resp *http.Response) result {
 	s := &r.stream
 	s.reset(r.scan.Choices)
+	s.watcher.Follow(r.route)
 	r.watchGaps()
 	if r.app.app.Engine.Family == app.FamilyOpenAI {
 		// some engines of this family ignore n or send no finish_reason: a clean end is a complete answer
@@ -59,6 +65,7 @@ func (r relay) relayStream(ctx context.Context, resp *http.Response) result {
 			if why := r.begins(); why != dispatch.OK {
 				return result{cause: why}
 			}
+			r.noteResponse(s.buf[:s.inspected], true)
 			r.openStream(resp)
 			s.watcher.Begun()
 			v = r.inspectRead(now, err) // events after the first content in the same read
@@ -332,13 +339,18 @@ func (r relay) relayError(ctx context.Context, resp *http.Response) result {
 
 // judge is what an engine's error means.
 func (r relay) judge(status int, e *openai.EngineError) result {
-	return judgeAnswer(status, e, r.rankFault(r.app.router, r.attempt.rank))
+	res := judgeAnswer(status, e, r.rankFault(r.app.router, r.attempt.rank))
+	if !r.route.Again() && (res.cause == dispatch.EngineError || res.cause == dispatch.Timeout) {
+		res.cause = dispatch.Passed
+	}
+	return res
 }
 
 // rankFault reports whether a refusal of the model, the key or the route is the rank's own fault: another one
 // of its pool has answered the model well of late, and the request names no rank.
 func (r relay) rankFault(ar *appRouter, rk *rank) bool {
-	return !r.prompt.hasDirect && ar.estimates.answers.hasSibling(r.scan.Model, rk.ref(), r.in.clock())
+	return r.route.IsBasic() && !r.prompt.hasDirect &&
+		ar.estimates.answers.hasSibling(r.scan.Model, rk.ref(), r.in.clock())
 }
 
 // judgeAnswer is what an engine's error means. A message that says no more than its status tells no failure
@@ -413,7 +425,7 @@ func (r relay) relayWhole(ctx context.Context, resp *http.Response) result {
 	switch {
 	case err != nil:
 		return r.readFailure(ctx, err, false)
-	case whole && len(body) == 0:
+	case whole && len(body) == 0 && r.route.Generates():
 		return result{cause: dispatch.Empty, status: resp.StatusCode}
 	case whole && r.route.Generates() && openai.Aborted(body) && r.isEnding(body):
 		return result{cause: dispatch.Aborted, status: resp.StatusCode}
@@ -424,10 +436,29 @@ func (r relay) relayWhole(ctx context.Context, resp *http.Response) result {
 	if !whole {
 		return r.relayRest(ctx, resp, body, result{cause: dispatch.OK})
 	}
+	r.noteResponse(body, false)
 	if u, ok := openai.ParseUsage(body); ok {
 		r.usage = u
 	}
 	return r.sendWhole(ctx, resp.StatusCode, resp.Header, body, result{cause: dispatch.OK})
+}
+
+// relayFlow relays an answer of no announced length that is no stream of events, such as sound, as it comes.
+func (r relay) relayFlow(ctx context.Context, resp *http.Response) result {
+	s := &r.stream
+	s.reset(0)
+	n, err := r.readEngine(resp.Body, s.buf, time.Now(), r.firstTokenDue(), errFirstToken)
+	if err != nil && !errors.Is(err, io.EOF) {
+		return r.readFailure(ctx, err, false)
+	}
+	if why := r.begins(); why != dispatch.OK {
+		return result{cause: why}
+	}
+	ok := result{cause: dispatch.OK}
+	if err != nil {
+		return r.sendWhole(ctx, resp.StatusCode, resp.Header, s.buf[:n], ok)
+	}
+	return r.relayRest(ctx, resp, s.buf[:n], ok)
 }
 
 // readWhole reads an answer into the stream's buffer. whole is false if the answer is longer than maxWhole.
@@ -459,6 +490,9 @@ func (r relay) relayRest(ctx context.Context, resp *http.Response, head []byte, 
 		now := time.Now()
 		if err := r.writeClient(b, now); err != nil {
 			return r.writeFailure(ctx, err)
+		}
+		if resp.ContentLength < 0 {
+			_ = r.flush() // the next write fails as well
 		}
 		n, err := r.readEngineGap(resp.Body, r.stream.buf)
 		if b = r.stream.buf[:n]; err == nil {
@@ -520,7 +554,7 @@ func (r relay) countOutput(n int, now time.Time) {
 func (r relay) reportProgress(now time.Time) {
 	a := &r.attempt
 	switch {
-	case a.firstToken.IsZero() || now.Sub(a.reportedAt) < progressEvery:
+	case a.firstToken.IsZero(), r.place.rk != nil, now.Sub(a.reportedAt) < progressEvery:
 		return
 	case a.reportedAt.IsZero():
 		a.rank.Mailbox.Send(&msg.FirstToken{TicketID: a.ticket.ID, At: a.firstToken})

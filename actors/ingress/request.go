@@ -36,6 +36,8 @@ type request struct {
 type question struct {
 	r           *http.Request
 	route       openai.Route
+	target      string       // path and query at the engine, of a route without a fixed path
+	home        responseHome // of the response that the request is about; zero: of none
 	start       time.Time
 	id          string
 	idHeader    []string    // {id}: the header value
@@ -110,6 +112,7 @@ func (req *request) release() {
 	req.releaseBody()
 	req.idHeader = make([]string, 1) // the old one is shared with the engine's and the client's header
 	req.r, req.header, req.app, req.id, req.deadline, req.rest = nil, nil, nil, "", time.Time{}, nil
+	req.target, req.home = "", responseHome{}
 	req.query = routing.Request{Tried: req.query.Tried[:0]}
 	req.prompt = prompt{}
 	req.resetSearch()
@@ -169,11 +172,14 @@ func (req *request) handle(s *routeScope) *failure {
 		return f
 	}
 	if req.rest == nil {
-		if err := req.scan.Scan(req.route, req.body.b); err != nil {
+		if err := req.scanBody(); err != nil {
 			return badBody(err)
 		}
 	}
 	defer req.rest.end()
+	if f := req.locate(s); f != nil {
+		return f
+	}
 	if f := req.findApp(s); f != nil {
 		return f
 	}
@@ -242,6 +248,9 @@ func (req *request) prepare() *failure {
 	if f := req.prompt.fromBody(req.r.Context(), req.app.router, req.route, &req.scan, req.body.b,
 		req.r.Header); f != nil {
 		return f
+	}
+	if req.home.app != "" && !req.prompt.hasDirect {
+		req.prompt.direct, req.prompt.hasDirect = req.home.rank, true
 	}
 	req.waiter.tokens = int64(req.prompt.tokens)
 	req.header = rankleg.EngineHeader(req.r.Header, req.idHeader, req.in.via)
@@ -451,7 +460,7 @@ func (req *request) answerFailure(f *failure) {
 		h["Retry-After"] = []string{strconv.Itoa(f.retryAfter)}
 	}
 	req.extendWriteDeadline(time.Now())
-	writeError(req.w, f)
+	writeError(req.w, req.route, f)
 }
 
 // finishAnswered counts and logs a request whose answer has begun.
@@ -574,7 +583,7 @@ func (req *request) firstTokenDue() time.Time { return req.attempt.start.Add(req
 // visible first token: it has the time of a stream with as many tokens.
 func (req *request) firstTokenLimit() time.Duration {
 	d := req.app.firstToken
-	if req.route.Generates() && !req.scan.Stream {
+	if req.route.Computes() && !req.scan.Stream {
 		n := req.scan.MaxTokens
 		if n < 0 || n > unknownTokens {
 			n = unknownTokens

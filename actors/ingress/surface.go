@@ -15,7 +15,6 @@ import (
 	"github.com/gin-gonic/gin"
 
 	"github.com/dpserve/dpserve/internal/engine/openai"
-	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
@@ -26,13 +25,11 @@ const modelsPath = "/v1/models"
 // what needs no rank.
 type surface struct{ in *Ingress }
 
-// engineRoutes are paths that engines know and dpserve does not serve. No engine is asked: dpserve says so.
-var engineRoutes = []string{
-	"/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/audio/",
-	"/v1/realtime", "/v1/classify", "/v1/pooling",
-	"/v1/completions/render", "/v1/chat/completions/render", "/inference/v1/", "/pooling", "/classify",
-	"/score", "/rerank", "/v2/rerank",
-	"/generate", "/load", "/metrics",
+// own are the paths that dpserve answers itself, beside the models.
+var own = map[string]func(surface, http.ResponseWriter, *http.Request){
+	"/health": surface.health, "/healthz": surface.health, "/readyz": surface.health,
+	"/ping": surface.health, "/livez": surface.live, "/-/healthz": surface.rayHealth,
+	"/-/routes": surface.rayRoutes, "/version": surface.showVersion,
 }
 
 // routes builds the HTTP surface.
@@ -46,19 +43,25 @@ func (h surface) newEngine() *gin.Engine {
 	g.RedirectTrailingSlash, g.HandleMethodNotAllowed = false, false
 	g.UseRawPath, g.UnescapePathValues = false, false
 	for r := openai.Completions; r < openai.Models; r++ {
-		g.POST(r.Path(), func(c *gin.Context) { h.serve(c.Writer, c.Request, h.in.table.Load().root, r) })
+		g.POST(r.Path(), func(c *gin.Context) {
+			h.in.serveWith(c.Writer, c.Request, h.in.table.Load().root, r, "", nil)
+		})
 	}
-	for path, answer := range map[string]http.HandlerFunc{
-		"/health": h.health, "/healthz": h.health, "/readyz": h.health, "/ping": h.health,
-		"/livez":     h.live,
-		"/-/healthz": h.rayHealth, "/-/routes": h.rayRoutes,
-		"/version": h.showVersion, modelsPath: h.serveOther, modelsPath + "/*id": h.serveOther,
-	} {
-		for _, method := range []string{http.MethodGet, http.MethodHead} { // load balancers probe with HEAD
-			g.Handle(method, path, func(c *gin.Context) { answer(c.Writer, c.Request) })
+	g.POST("/ping", func(c *gin.Context) { h.health(c.Writer, c.Request) }) // of SageMaker
+	for _, method := range []string{http.MethodGet, http.MethodHead} {      // load balancers probe with HEAD
+		for path, answer := range own {
+			g.Handle(method, path, func(c *gin.Context) { answer(h, c.Writer, c.Request) })
+		}
+		for _, path := range []string{modelsPath, modelsPath + "/*id"} {
+			g.Handle(method, path, func(c *gin.Context) { h.serveOther(c.Writer, c.Request, nil) })
 		}
 	}
-	g.NoRoute(func(c *gin.Context) { h.serveOther(c.Writer, c.Request) })
+	g.NoRoute(func(c *gin.Context) {
+		h.serveOther(c.Writer, c.Request, func(path string) {
+			c.Request.URL.Path, c.Request.URL.RawPath = path, ""
+			g.HandleContext(c)
+		})
+	})
 	return g
 }
 
@@ -78,6 +81,10 @@ func (h surface) limitAndRecover(next http.Handler) http.Handler {
 			h.refuseUnrouted(w, r, openai.NoRoute, newFailure(openai.CodeLoopDetected,
 				"this cluster has sent the request itself: an attached engine's URL leads back to it; "+
 					"remove that rank (dpserve ranks remove APP URL)"))
+			return
+		}
+		if len(r.Header["Upgrade"]) > 0 && wantsWebsocket(r) {
+			h.refuseUpgrade(w, r)
 			return
 		}
 		if len(r.Header["Origin"]) > 0 && h.allowOrigin(w, r) {
@@ -180,86 +187,9 @@ func (h surface) recover(r *http.Request) {
 	}
 }
 
-// serveOther serves the models, paths behind the route prefixes of applications, and unknown paths.
-func (h surface) serveOther(w http.ResponseWriter, r *http.Request) {
-	s, path := h.in.table.Load().split(r.URL.Path)
-	route := openai.RouteOf(path)
-	if route > openai.Models {
-		route = openai.NoRoute
-	}
-	id, isModel := strings.CutPrefix(path, modelsPath+"/")
-	switch {
-	case route != openai.NoRoute && !takes(route, r.Method):
-		w.Header()["Allow"] = []string{route.Method()}
-		h.refuseUnrouted(w, r, route, &failure{
-			status: http.StatusMethodNotAllowed, code: openai.CodeInvalidRequest,
-			message: fmt.Sprintf("%s takes %s, not %s", path, route.Method(), clipped([]byte(r.Method))),
-		})
-	case route == openai.Models, isModel && id == "" && takes(openai.Models, r.Method):
-		h.listModels(w, r, s)
-	case route != openai.NoRoute:
-		h.serve(w, r, s, route) //nolint:contextcheck // it is in the request
-	case isModel && takes(openai.Models, r.Method):
-		h.showModel(w, r, s, id)
-	default:
-		h.refuseUnrouted(w, r, route, unsupportedRoute(r, path))
-	}
-}
-
-// takes reports whether a route takes a method: HEAD is GET without the body, which net/http leaves out.
-func takes(route openai.Route, method string) bool {
-	return method == route.Method() || method == http.MethodHead && route.Method() == http.MethodGet
-}
-
-// serve answers one inference request of a route scope.
-func (h surface) serve(w http.ResponseWriter, r *http.Request, s *routeScope, route openai.Route) {
-	h.in.serveWith(w, r, s, route, nil)
-}
-
-// unsupportedRoute refuses a request for a path that dpserve does not serve. path is without the route prefix
-// of an application.
-func unsupportedRoute(r *http.Request, path string) *failure {
-	text := fmt.Sprintf("dpserve does not serve %s %s; it serves %s", clipped([]byte(r.Method)),
-		clipped([]byte(r.URL.Path)), servedPaths())
-	if meant := likelyPath(path); meant != "" {
-		prefix := strings.TrimSuffix(r.URL.Path, path)
-		text += "; did you mean " + clipped([]byte(prefix)) + meant + "?"
-	}
-	return newFailure(openai.CodeUnsupportedRoute, text)
-}
-
-// likelyPath is the served path that a client with a wrong base URL or a typing error meant; "" if there is
-// none, or the path is one that engines have.
-func likelyPath(path string) string {
-	for _, known := range engineRoutes {
-		if strings.HasPrefix(path+"/", strings.TrimSuffix(known, "/")+"/") {
-			return ""
-		}
-	}
-	words := make([]string, 0, openai.NumRoutes)
-	paths := map[string]string{}
-	for r := openai.Completions; r <= openai.Models; r++ {
-		word := strings.TrimPrefix(r.Path(), "/v1")
-		words, paths[word] = append(words, word), r.Path()
-	}
-	path = strings.TrimRight(path, "/")
-	if i := strings.LastIndex(path, "/v1/"); i >= 0 {
-		path = path[i+len("/v1"):]
-	}
-	return paths[nearest.Word(path, words)]
-}
-
-func servedPaths() string {
-	var out []string
-	for r := openai.Completions; r <= openai.Models; r++ {
-		out = append(out, r.Method()+" "+r.Path())
-	}
-	return strings.Join(append(out, "GET "+modelsPath+"/{id}", "GET /health", "GET /version"), ", ")
-}
-
-// writeError sends a failure in the OpenAI shape.
-func writeError(w http.ResponseWriter, f *failure) {
-	writeJSON(w, f.status, openai.ErrorBody(nil, f.status, "", f.code, f.message, f.param))
+// writeError sends a failure in the shape of a route.
+func writeError(w http.ResponseWriter, route openai.Route, f *failure) {
+	writeJSON(w, f.status, route.Shape().Error(nil, f.status, "", f.code, f.message, f.param))
 }
 
 // writeJSON sends a whole JSON answer.
@@ -290,8 +220,8 @@ func (h surface) answerPlain(w http.ResponseWriter, r *http.Request, write func(
 	write()
 }
 
-func (h surface) refusePlain(w http.ResponseWriter, r *http.Request, f *failure) {
-	h.answerPlain(w, r, func() { writeError(w, f) })
+func (h surface) refusePlain(w http.ResponseWriter, r *http.Request, route openai.Route, f *failure) {
+	h.answerPlain(w, r, func() { writeError(w, route, f) })
 }
 
 // refuseUnrouted refuses a request that reaches no application. It counts and logs it like any other request.
@@ -301,7 +231,7 @@ func (h surface) refuseUnrouted(w http.ResponseWriter, r *http.Request, route op
 		name = route.String()
 	}
 	h.in.metrics.RequestRefused(name, f.status)
-	h.refusePlain(w, r, f)
+	h.refusePlain(w, r, route, f)
 	h.in.log.Info("request not served",
 		slog.String("request_id", w.Header().Get(headerRequestID)), slog.String("route", name),
 		slog.String("cause", f.code), slog.Int("code", f.status),
@@ -383,7 +313,7 @@ func (h surface) health(w http.ResponseWriter, r *http.Request) {
 		f.message = "this ingress is draining"
 	}
 	w.Header()["Retry-After"] = []string{"1"}
-	h.refusePlain(w, r, f)
+	h.refusePlain(w, r, openai.NoRoute, f)
 }
 
 // rayHealth is health for probes written for Ray Serve: the same status, with Ray's body.
@@ -413,7 +343,7 @@ func (h surface) showVersion(w http.ResponseWriter, r *http.Request) {
 func (h surface) answerJSON(w http.ResponseWriter, r *http.Request, v any) {
 	body, err := json.Marshal(v)
 	if err != nil {
-		h.refusePlain(w, r, &failure{
+		h.refusePlain(w, r, openai.NoRoute, &failure{
 			status:  http.StatusInternalServerError,
 			message: "the answer could not be written",
 		})

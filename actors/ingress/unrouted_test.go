@@ -22,8 +22,8 @@ func TestRefusedRequestsAreCountedAndLogged(t *testing.T) {
 		code               int
 		route              string
 	}{
-		{method: http.MethodPost, path: "/v1/embeddings", code: 404, route: "other"},
-		{method: http.MethodGet, path: "/" + long, code: 404, route: "other"},
+		{method: http.MethodPost, path: "/flush_cache", code: 403, route: "other"},
+		{method: http.MethodDelete, path: "/" + long, code: 405, route: "other"},
 		{method: http.MethodGet, path: "/v1/chat/completions", code: 405, route: "chat"},
 		{method: http.MethodGet, path: "/v1/models/nobody", code: 404, route: "models"},
 		{
@@ -61,7 +61,8 @@ func TestRefusedRequestsAreCountedAndLogged(t *testing.T) {
 	g.in.metrics.Handler().ServeHTTP(rec, httptest.NewRequestWithContext(
 		t.Context(), http.MethodGet, "/metrics", nil))
 	for _, want := range []string{
-		`dpserve_requests_total{app="",code="404",route="other"} 2`,
+		`dpserve_requests_total{app="",code="403",route="other"} 1`,
+		`dpserve_requests_total{app="",code="405",route="other"} 1`,
 		`dpserve_requests_total{app="",code="405",route="chat"} 1`,
 		`dpserve_requests_total{app="",code="404",route="models"} 1`,
 		`dpserve_requests_total{app="",code="404",route="chat"} 1`,
@@ -72,7 +73,7 @@ func TestRefusedRequestsAreCountedAndLogged(t *testing.T) {
 	} {
 		assert.Contains(t, rec.Body.String(), want)
 	}
-	assert.NotContains(t, rec.Body.String(), "embeddings")
+	assert.NotContains(t, rec.Body.String(), "flush_cache")
 	g.get("/health")
 	assert.Equal(t, 7, strings.Count(g.logs.String(), `msg="request not served"`), "probes are no requests")
 }

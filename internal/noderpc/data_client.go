@@ -94,8 +94,13 @@ func (c *DataClient) Ask(ctx context.Context, q *rankleg.Request) (*http.Respons
 		return nil, msg.AdmitReply{}, err
 	}
 	path := q.Route.Path()
-	if q.Reset {
+	switch {
+	case q.Reset:
 		path = resetPath
+	case q.Target != "" && q.Route.Method() == http.MethodGet:
+		path = readPath
+	case q.Target != "":
+		path = passPath
 	}
 	resp, reply, err := c.roundTrip(ctx, q, path)
 	if reply.Ticket.ID != 0 {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"net/url"
 	"strconv"
 	"strings"
 	"time"
@@ -55,6 +56,8 @@ const (
 	fieldFirstToken = "first-token-ms" // the time left for the engine's header
 	fieldOnce       = "once"           // 1: the request is not sent twice to the engine
 	fieldWriteBy    = "write-by-ms"    // the time in which the request may be written to the engine
+	fieldTarget     = "target"         // path and query at the engine, escaped, of passPath and readPath
+	fieldPlain      = "plain"          // 1: the body is no JSON object
 )
 
 // holdPath is the path of a request for a ticket alone.
@@ -62,6 +65,12 @@ const holdPath = "/dpserve/hold"
 
 // resetPath is the path of a request that drops the prefix cache of a rank's engine, in classNone.
 const resetPath = "/dpserve/reset_cache"
+
+// The paths of a request that goes to the engine's path in fieldTarget, by POST and by GET.
+const (
+	passPath = "/dpserve/pass"
+	readPath = "/dpserve/read"
+)
 
 // The classes of a request.
 const (
@@ -87,7 +96,8 @@ const (
 
 // Bounds of the fields of a request.
 const (
-	maxDataName   = 512     // bytes of an application's, unit's or ingress's name
+	maxDataName   = 512 // bytes of an application's, unit's or ingress's name
+	maxDataTarget = 3 * openai.MaxTarget
 	maxDataBlocks = 1 << 20 // chain hashes of a prompt
 	hashBytes     = 8
 
@@ -102,7 +112,9 @@ type dataHead struct {
 	class      string
 	route      openai.Route // NoRoute in classHold, and with isReset
 	isReset    bool         // the path is resetPath
-	admit      msg.Admit    // without Ctx, Blocks and Reply; the zero value in classNone and classHeld
+	target     string       // of passPath and readPath
+	isPlain    bool
+	admit      msg.Admit // without Ctx, Blocks and Reply; the zero value in classNone and classHeld
 	blocks     int
 	firstToken time.Duration // 0: no bound
 
@@ -127,6 +139,12 @@ func writeHead(q *rankleg.Request, isHold bool, now time.Time) http.Header {
 	f.set(fieldClass, classOf(q, isHold))
 	if q.FirstToken > 0 {
 		f.duration(fieldFirstToken, q.FirstToken)
+	}
+	if q.Target != "" && !isHold {
+		f.set(fieldTarget, url.QueryEscape(q.Target))
+	}
+	if q.IsPlain {
+		f.set(fieldPlain, "1")
 	}
 	if q.Admit != nil {
 		f.admit(q.Admit, now)
@@ -241,9 +259,11 @@ func (r *fieldReader) find(name string) (value string, count int) {
 	return value, count
 }
 
-func (r *fieldReader) text(name string) string {
+func (r *fieldReader) text(name string) string { return r.upTo(name, maxDataName) }
+
+func (r *fieldReader) upTo(name string, most int) string {
 	v, count := r.find(name)
-	if count == 1 && v != "" && len(v) <= maxDataName {
+	if count == 1 && v != "" && len(v) <= most {
 		return v
 	}
 	r.fail(name)
@@ -290,12 +310,8 @@ func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
 	if d.rank, ok = rankleg.ParseRankID(r.text(fieldRank)); !ok {
 		r.fail(fieldRank)
 	}
-	d.isReset = path == resetPath && d.class == classNone
-	if d.class != classHold && !d.isReset {
-		d.route = openai.RouteOf(path)
-		if d.route == openai.NoRoute || d.route.Method() != http.MethodPost {
-			return nil, errors.New("there is no such route")
-		}
+	if err := d.readRoute(&r, path); err != nil {
+		return nil, err
 	}
 	switch d.class {
 	case classBoth, classHold:
@@ -310,6 +326,32 @@ func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
 		r.fail(fieldBlocks)
 	}
 	return d, r.err
+}
+
+// readRoute reads what the engine is asked.
+func (d *dataHead) readRoute(r *fieldReader, path string) (err error) {
+	switch {
+	case d.class == classHold:
+		return nil
+	case path == resetPath && d.class == classNone:
+		d.isReset = true
+		return nil
+	case path == passPath, path == readPath:
+		if d.route = openai.Other; path == readPath {
+			d.route = openai.OtherRead
+		}
+		d.isPlain = r.number(fieldPlain, 1) == 1
+		d.target, err = url.QueryUnescape(r.upTo(fieldTarget, maxDataTarget))
+		if err == nil && !strings.HasPrefix(d.target, "/") {
+			r.fail(fieldTarget)
+		}
+		return err
+	}
+	d.route = openai.RouteOf(path)
+	if d.route == openai.NoRoute || d.route > openai.Models || d.route.Method() != http.MethodPost {
+		return errors.New("there is no such route")
+	}
+	return nil
 }
 
 func (d *dataHead) readAdmit(r *fieldReader, now time.Time) {

@@ -18,8 +18,9 @@ import (
 // Dialer opens a connection to an engine.
 type Dialer = enginehttp.Dialer
 
-// engineRequest is one POST to an engine. It is used for one send only.
+// engineRequest is one request to an engine. It is used for one send only.
 type engineRequest struct {
+	Method string // "": POST
 	URL    *url.URL
 	Trust  *tls.Config // of an engine over TLS; nil: as the machine trusts
 	Header http.Header // read only
@@ -130,8 +131,8 @@ func newDirect(dial Dialer, patience, idle time.Duration) *direct {
 // send returns when the answer's header is there. It never follows redirects and never sends twice. The
 // caller closes the answer's body, and does not change its header. The request is not read any more then.
 func (l *direct) send(ctx context.Context, o *engineRequest) (*http.Response, error) {
-	c := l.client(o.URL, o.Trust)
-	resp, err := c.SendGuarded(ctx, http.MethodPost, o.URL.RequestURI(), o.Header, o.Body, o.watch())
+	c, method := l.client(o.URL, o.Trust), cmp.Or(o.Method, http.MethodPost)
+	resp, err := c.SendGuarded(ctx, method, o.URL.RequestURI(), o.Header, o.Body, o.watch())
 	if err != nil {
 		e, ok := errors.AsType[*enginehttp.SendError](err)
 		o.isStale = ok && e.Stale

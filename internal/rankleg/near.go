@@ -158,14 +158,15 @@ func (n *Near) returnLateTicket(q *Request, w *wait) {
 func (n *Near) askEngine(ctx context.Context, q *Request) (*http.Response, error) {
 	header, body := q.addressed()
 	header = q.Rank.withKey(header)
-	to := q.Rank.urls[q.Route]
-	if q.Reset {
-		to = q.Rank.reset
+	to, method := q.urlOf(), ""
+	if q.Target != "" {
+		method = q.Route.Method()
 	}
 	engine := n.engines.of(q.Rank.Target.Owned)
 	for first := error(nil); ; {
 		o := &engineRequest{
-			URL: to, Trust: q.Rank.trust(), Header: header, Body: body, rest: q.Rest, guard: q.Guard,
+			Method: method, URL: to, Trust: q.Rank.trust(), Header: header, Body: body, rest: q.Rest,
+			guard: q.Guard,
 		}
 		resp, err := engine.send(ctx, o)
 		switch {
@@ -201,6 +202,9 @@ func (q *Request) addressed() (http.Header, []byte) {
 		if q.Rest != nil { // the end is not here; the beginning has other members
 			i := bytes.IndexByte(q.Body, '{') + 1
 			return q.Header, slices.Concat(q.Body[:i], []byte(`"routed_dp_rank":`+number+","), q.Body[i:])
+		}
+		if q.IsPlain {
+			return q.Header, q.Body
 		}
 		return q.Header, openai.AppendField(nil, q.Body, "routed_dp_rank", []byte(number))
 	default:

@@ -79,12 +79,15 @@ func IsMalformed(err error) bool {
 
 // Request is a request for one rank. It is used for one Ask only.
 type Request struct {
-	Rank   *Rank
-	Route  openai.Route // at the engine
-	Reset  bool         // in place of a Route: the engine is asked to drop its prefix cache
-	Header http.Header  // for the engine, read only
-	Body   []byte       // for the engine, read only, and not after Ask has returned
-	Rest   Rest         // follows Body; nil for most: the whole body is in memory
+	Rank  *Rank
+	Route openai.Route // at the engine
+	// path and query at the engine, of a route without a fixed path; "": the route's path
+	Target  string
+	Reset   bool        // in place of a Route: the engine is asked to drop its prefix cache
+	Header  http.Header // for the engine, read only
+	Body    []byte      // for the engine, read only, and not after Ask has returned
+	IsPlain bool        // Body is no JSON object
+	Rest    Rest        // follows Body; nil for most: the whole body is in memory
 	// Ctx is the life of the ticket, Reply belongs to Ask; nil: the request needs no ticket, or IsHeld
 	Admit *msg.Admit
 	// the caller holds a ticket of this incarnation already, from Reserve: Ask asks for none and returns none
@@ -156,9 +159,13 @@ type Rank struct {
 	Incarnation uint64
 	Mailbox     msg.Mailbox
 	Target      msg.Target
-	urls        [openai.NumRoutes]*url.URL
+	base        *url.URL
+	urls        [fixedRoutes]*url.URL
 	reset       *url.URL
 }
+
+// fixedRoutes are the routes to which requests go without a Target.
+const fixedRoutes = int(openai.Models) + 1
 
 // ResetPath is the route of vLLM's and SGLang's engines that drops the prefix cache.
 const ResetPath = "/reset_prefix_cache"
@@ -175,6 +182,7 @@ func NewRank(rec *msg.Record) (*Rank, error) {
 		return nil, fmt.Errorf("rank %s: engine URL %q has no host in ASCII; want http://host:port", rec.Rank,
 			s.Target.URL)
 	}
+	r.base = base
 	for route := range r.urls {
 		u := *base
 		u.Path = strings.TrimRight(base.Path, "/") + openai.Route(route).Path()
@@ -209,6 +217,20 @@ func (r *Rank) withKey(h http.Header) http.Header {
 	maps.Copy(out, h)
 	out["Authorization"] = []string{"Bearer " + key}
 	return out
+}
+
+// urlOf is where the engine gets the request.
+func (q *Request) urlOf() *url.URL {
+	switch {
+	case q.Reset:
+		return q.Rank.reset
+	case q.Target == "":
+		return q.Rank.urls[q.Route]
+	}
+	u, path := *q.Rank.base, ""
+	path, u.RawQuery, _ = strings.Cut(q.Target, "?")
+	u.Path = strings.TrimRight(u.Path, "/") + path
+	return &u
 }
 
 // OwnPrefix begins the header fields of the data port. No client and no engine can set them.

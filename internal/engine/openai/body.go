@@ -31,12 +31,15 @@ type Body struct {
 	MediaParts   int  // pictures, sounds and the like in the messages, at most maxMediaParts
 	PromptTokens int  // exact if the prompt is token ids, else -1
 	IsHead       bool // ScanHead has read the beginning alone
+	IsPlain      bool // ScanFree has found no JSON object: nothing is cut out and nothing put in
 	Strip        Cuts // members that only dpserve may set; for Spliced
 	Tools        Span // value of tools as written (chat), zero if absent or null
 	// members that change the prompt's tokens and that an engine's /tokenize does not accept
 	Beside    []Span
 	User      []byte // user, decoded as Model is; nil if absent or no string
 	CacheSalt []byte // cache_salt, likewise
+	Previous  []byte // previous_response_id, likewise
+	NotStored bool   // store is false: the engine keeps no response
 
 	scanning
 }
@@ -48,6 +51,7 @@ type scanning struct {
 	rawModel      Span   // value of model as written
 	template      []Span // members that decide with the prompt what its tokens are
 	prompts       int
+	opening       int    // bytes of the value that the prompt begins with, beside the prompt
 	pinned        string // see WhyPinned; "" if no member says so
 	maxCompletion bool   // MaxTokens is max_completion_tokens
 	fields        []field
@@ -67,7 +71,7 @@ const keptDecoded = 4 << 10
 // Forget drops all pointers into the scanned body, so that its memory can be reused. Numbers, flags and spans
 // stay.
 func (b *Body) Forget() {
-	b.Model, b.User, b.CacheSalt = nil, nil, nil
+	b.Model, b.User, b.CacheSalt, b.Previous = nil, nil, nil, nil
 	clear(b.fields)
 	b.fields = b.fields[:0]
 	if cap(b.decoded) > keptDecoded {
@@ -104,9 +108,9 @@ func (b *Body) Scan(route Route, body []byte) error {
 		return err
 	}
 	b.Choices = b.N * max(b.prompts, 1)
-	b.TextBytes = b.PromptBytes - s.media.bytes
+	b.TextBytes = b.PromptBytes - s.media.bytes + b.opening
 	b.MediaParts = min(s.media.parts, maxMediaParts)
-	if route == Chat {
+	if routes[route].isDialog {
 		b.TextBytes += b.Tools.End - b.Tools.Start // a chat template adds them to the prompt
 	}
 	if b.route.Generates() && b.Choices > maxSequences {
@@ -199,6 +203,8 @@ func (b *Body) member(s *scanner, i int) (end int, err error) {
 	switch {
 	case templated(key):
 		b.template = append(b.template, Span{i, end})
+	case len(key) > 0 && string(key) == routes[b.route].opening:
+		b.Beside, b.opening = append(b.Beside, Span{i, end}), end-value
 	case isBeside(key, s.b[value:end]):
 		b.Beside = append(b.Beside, Span{i, end})
 	}
@@ -262,10 +268,11 @@ func (b *Body) read(s *scanner, key []byte, i int) (end int, err error) {
 			b.Tools = Span{i, end}
 		}
 	}
-	if !b.route.Generates() {
-		return end, nil
+	if b.route.Generates() {
+		return end, b.readOption(key, s.b[i:end])
 	}
-	return end, b.readOption(key, s.b[i:end])
+	b.Stream = b.Stream || string(key) == "stream" && s.b[i] == 't'
+	return end, nil
 }
 
 // readOption reads the fields of the generating routes.
@@ -278,12 +285,16 @@ func (b *Body) readOption(key, raw []byte) error {
 		return b.readStream(raw)
 	case "n":
 		return b.readN(raw)
-	case "max_tokens", "max_completion_tokens":
+	case "max_tokens", "max_completion_tokens", "max_output_tokens":
 		return b.readMaxTokens(key, raw)
 	case "user":
 		b.User = b.text(raw)
 	case "cache_salt":
 		b.CacheSalt = b.text(raw)
+	case "previous_response_id":
+		b.Previous = b.text(raw)
+	case "store":
+		b.NotStored = raw[0] == 'f'
 	case "vllm_xargs":
 		return checkXargs(raw)
 	}
@@ -335,7 +346,7 @@ func (b *Body) prompt(s *scanner, i int) (end int) {
 	}
 	b.PromptBytes, b.first = end-i, Span{i, end}
 	switch {
-	case b.route == Chat:
+	case routes[b.route].isDialog:
 	case outer.numbers > 0 && outer.strings+outer.arrays+outer.others == 0:
 		b.PromptTokens = outer.numbers
 	case outer.strings+outer.arrays > 0 && outer.numbers+outer.others == 0:

@@ -136,7 +136,7 @@ const (
 	CodeInvalidRequest    = "invalid_request"
 	CodeInvalidKey        = "invalid_api_key"
 	CodeModelNotFound     = "model_not_found"
-	CodeUnsupportedRoute  = "unsupported_route"
+	CodeRouteDenied       = "route_denied"
 	CodeSlowRequest       = "slow_request"
 	CodeBodyTooLarge      = "body_too_large"
 	CodeQuotaExceeded     = "quota_exceeded"
@@ -163,7 +163,9 @@ func Status(code string) int {
 		return http.StatusBadRequest
 	case CodeInvalidKey:
 		return http.StatusUnauthorized
-	case CodeModelNotFound, CodeUnsupportedRoute:
+	case CodeRouteDenied:
+		return http.StatusForbidden
+	case CodeModelNotFound:
 		return http.StatusNotFound
 	case CodeSlowRequest:
 		return http.StatusRequestTimeout

@@ -46,7 +46,7 @@ func TestErrorBodyIsJSONWhateverTheText(t *testing.T) {
 
 func TestStatusOfEveryCode(t *testing.T) {
 	want := map[string]int{
-		CodeInvalidRequest: 400, CodeModelNotFound: 404, CodeUnsupportedRoute: 404, CodeSlowRequest: 408,
+		CodeInvalidRequest: 400, CodeModelNotFound: 404, CodeRouteDenied: 403, CodeSlowRequest: 408,
 		CodeBodyTooLarge: 413, CodeQuotaExceeded: 429,
 		CodeUpstreamFailed: 502, CodeOverloaded: 503, CodeQueueTimeout: 503, CodeNoReadyRank: 503,
 		CodeNoFiles: 503, CodeFirstTokenTimeout: 504, CodeDeadlineExceeded: 504, CodeLoopDetected: 508,

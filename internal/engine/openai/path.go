@@ -2,8 +2,11 @@ package openai
 
 import "strings"
 
-// maxPath is the longest path that is passed on, in bytes.
-const maxPath = 2048
+// Bounds of what is passed on, in bytes.
+const (
+	maxPath   = 2048
+	MaxTarget = 4096 // path, question mark and query
+)
 
 // CleanPath returns a decoded path as dpserve looks it up and as it goes to an engine: doubled slashes are
 // one, and a slash at the end is none, as if a client had followed vLLM's redirect. ok is false if the path
@@ -47,20 +50,16 @@ func isPlainInPath(c byte) bool {
 	return strings.IndexByte("/-._~$&+,=:@", c) >= 0
 }
 
-// denied are the paths of vLLM, SGLang, TensorRT-LLM and llama.cpp that steer an engine or show what only an
-// operator should see, in lower case. A path below one of them is denied too.
+// denied are the control calls, and paths of other engines that steer them or show what only an operator
+// should see, in lower case. A path below one of them is denied too.
 var denied = func() map[string]bool {
 	out := map[string]bool{}
+	for i := range controlCalls {
+		out[strings.TrimSuffix(controlCalls[i].Path, "/")] = true
+	}
 	for path := range strings.FieldsSeq(`
-		/v1/load_lora_adapter /v1/unload_lora_adapter /lora-adapters /models/load /models/unload
-		/sleep /wake_up /pause /resume /abort_requests /abort_request
-		/pause_generation /continue_generation /slow_down /shutdown
-		/collective_rpc /flush_cache /clear_hicache_storage_backend /hicache
-		/scale_elastic_ep /server_info /get_server_info /set_internal_state /get_internal_state
-		/destroy_weights_update_group /finish_weight_update /send_weights_to_remote_instance
-		/get_remote_instance_transfer_engine_info /get_weights_by_name /weights_checker
-		/release_memory_occupation /resume_memory_occupation /release_memory /resume_memory
-		/configure_logging /set_trace_level /freeze_gc /dumper /debug /admin /slots /props
+		/lora-adapters /models/load /models/unload /slots /props /shutdown /debug /admin
+		/release_memory /resume_memory /set_trace_level /get_remote_instance_transfer_engine_info
 		/metrics /perf_metrics /kv_cache_events`) {
 		out[path] = true
 	}

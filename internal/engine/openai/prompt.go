@@ -176,7 +176,7 @@ func (b *Body) TokenizeBody(dst, body []byte) []byte {
 // TokenizeKey is a hash of the body that TokenizeBody appends: equal requests have equal keys. hi and lo are
 // 0 if there is no prompt, or if /tokenize would not return the prompt's tokens.
 func (b *Body) TokenizeKey(body []byte, seed uint64) (hi, lo uint64) {
-	if b.first.End == 0 || len(b.Beside) > 0 {
+	if b.first.End == 0 || len(b.Beside) > 0 || !b.route.IsBasic() {
 		return 0, 0
 	}
 	key := xxh3.Hash128Seed(body[b.first.Start:b.first.End], seed+uint64(b.route))

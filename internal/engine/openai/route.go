@@ -53,10 +53,11 @@ type routeInfo struct {
 	generates bool
 	// the engine computes for it: it counts as load, and waits for a rank with room
 	computes bool
-	// after a rank has failed, another one may be sent it
+	// a rank's failure is none of the request's, and another rank may be sent it; else the client gets what
+	// the engine says, and it counts against no rank
 	again bool
-	// the body may be a form, with the model as one of its fields
-	isForm bool
+	// the body is JSON, a form with the model as one of its fields, or nothing; else it is a JSON object
+	isFree bool
 	events eventMarks
 }
 
@@ -104,16 +105,16 @@ var routes = [NumRoutes]routeInfo{
 		generates: true, computes: true, again: true, events: responseEvents,
 	},
 	ResponseRead: {
-		name: "response", method: http.MethodGet, paths: []string{"/v1/responses/{id}"}, again: true,
+		name: "response", method: http.MethodGet, paths: []string{"/v1/responses/{id}"}, isFree: true,
 		events: responseEvents,
 	},
 	ResponseItems: {
 		name: "response_items", method: http.MethodGet, paths: []string{"/v1/responses/{id}/input_items"},
-		again: true, events: unknownEvents,
+		isFree: true, events: unknownEvents,
 	},
 	ResponseCancel: {
 		name: "response_cancel", method: http.MethodPost, paths: []string{"/v1/responses/{id}/cancel"},
-		events: unknownEvents,
+		isFree: true, events: unknownEvents,
 	},
 	Messages: {
 		name: "messages", method: http.MethodPost, paths: []string{"/v1/messages"}, shape: Anthropic,
@@ -153,20 +154,20 @@ var routes = [NumRoutes]routeInfo{
 	},
 	Transcriptions: {
 		name: "transcriptions", method: http.MethodPost, paths: []string{"/v1/audio/transcriptions"},
-		computes: true, again: true, isForm: true, events: unknownEvents,
+		computes: true, again: true, isFree: true, events: unknownEvents,
 	},
 	Translations: {
 		name: "translations", method: http.MethodPost, paths: []string{"/v1/audio/translations"},
-		computes: true, again: true, isForm: true, events: unknownEvents,
+		computes: true, again: true, isFree: true, events: unknownEvents,
 	},
 	Speech: {
 		name: "speech", method: http.MethodPost, paths: []string{"/v1/audio/speech"},
 		prompts: [2]string{"input"}, computes: true, again: true, events: unknownEvents,
 	},
 	Other: {
-		name: "other", method: http.MethodPost, computes: true, isForm: true, events: unknownEvents,
+		name: "other", method: http.MethodPost, computes: true, isFree: true, events: unknownEvents,
 	},
-	OtherRead: {name: "other", method: http.MethodGet, again: true, events: unknownEvents},
+	OtherRead: {name: "other", method: http.MethodGet, isFree: true, events: unknownEvents},
 }
 
 // byPath are the routes by their paths without {id}.
@@ -229,8 +230,12 @@ func (r Route) Generates() bool { return routes[r].generates }
 // with room.
 func (r Route) Computes() bool { return routes[r].computes }
 
-// Again reports whether another rank may be sent the request after one has failed.
+// Again reports whether another rank may be sent the request after one has failed. If not, the client gets
+// what the engine says, and no answer counts against the rank.
 func (r Route) Again() bool { return routes[r].again }
+
+// IsFree reports whether the body may be anything; else it is a JSON object.
+func (r Route) IsFree() bool { return routes[r].isFree }
 
 // IsBasic reports whether every engine that generates has the route: only there an engine's 404 can mean
 // that the engine is not what it should be.

@@ -86,7 +86,9 @@ type Watcher struct {
 	finished int // distinct choices that have a finish_reason
 	blind    bool
 	begun    bool
-	seen     []uint64 // bit set of finished choices
+	isOver   bool        // an event that ends a good stream has passed; of a stream with marks
+	marks    *eventMarks // of a route whose stream has no choices; else nil
+	seen     []uint64    // bit set of finished choices
 	look     chunk
 	mark     func(int) // w.markFinished, bound once so that no event allocates
 }
@@ -97,6 +99,7 @@ const maxChoice = 1 << 20
 // Reset prepares the watcher for a stream of the given number of choices (n × prompts); below 1 counts as 1.
 func (w *Watcher) Reset(choices int) {
 	w.want, w.finished, w.blind, w.begun = max(choices, 1), 0, false, false
+	w.isOver, w.marks = false, nil
 	clear(w.seen)
 	if w.mark == nil {
 		w.mark = w.markFinished
@@ -112,10 +115,16 @@ func (w *Watcher) Begun() { w.begun = true }
 func (w *Watcher) Blind() { w.blind = true }
 
 // Complete reports that every choice has a finish_reason, or that the watcher cannot know (Blind).
-func (w *Watcher) Complete() bool { return w.blind || w.finished >= w.want }
+func (w *Watcher) Complete() bool {
+	if w.marks != nil && !w.blind {
+		return w.isOver || len(w.marks.last) == 0
+	}
+	return w.blind || w.finished >= w.want
+}
 
-// Finishing reports that some choice has its finish_reason, so that later events may carry the usage.
-func (w *Watcher) Finishing() bool { return w.finished > 0 }
+// Finishing reports that events may carry the usage: some choice has its finish_reason, or the stream has no
+// choices.
+func (w *Watcher) Finishing() bool { return w.finished > 0 || w.marks != nil }
 
 var (
 	doneMark  = []byte("[DONE]")
@@ -134,6 +143,8 @@ func (w *Watcher) Event(event []byte) EventKind {
 		return EventDone
 	case beginsAsError(data):
 		return EventError
+	case w.marks != nil:
+		return w.marked(data)
 	case w.begun && !finishes(data):
 		return EventContent
 	default:

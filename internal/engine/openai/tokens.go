@@ -105,8 +105,8 @@ var (
 )
 
 // ParseUsage finds the top-level "usage" object of a JSON answer or of one server-sent event (with or without
-// "data:"). False if there is none, if it is null, or if it has no prompt_tokens. It does not check the bytes
-// behind the object.
+// "data:"), or of the response or message in it. False if there is none, if it is null, or if it has neither
+// prompt_tokens nor input_tokens. It does not check the bytes behind the object.
 func ParseUsage(b []byte) (u Usage, ok bool) {
 	if !bytes.Contains(b, usageKey) { // most chunks end here; inside a string its quotes would be escaped
 		return Usage{}, false
@@ -117,11 +117,16 @@ func ParseUsage(b []byte) (u Usage, ok bool) {
 		return Usage{}, false
 	}
 	s.members(i, 1, func(key []byte, _ bool, v Span) bool {
-		if string(key) != "usage" {
-			return true
+		raw := s.b[v.Start:v.End]
+		switch string(key) {
+		case "usage":
+			ok = u.read(raw)
+		case "response", "message": // of an event of Responses, or of Messages
+			if raw[0] == '{' {
+				u, ok = ParseUsage(raw)
+			}
 		}
-		ok = u.read(s.b[v.Start:v.End])
-		return false
+		return !ok && string(key) != "usage"
 	})
 	if !ok {
 		return Usage{}, false
@@ -138,13 +143,13 @@ func (u *Usage) read(raw []byte) (ok bool) {
 	s.members(0, 1, func(key []byte, _ bool, v Span) bool {
 		value := raw[v.Start:v.End]
 		switch string(key) {
-		case "prompt_tokens":
+		case "prompt_tokens", "input_tokens":
 			u.PromptTokens, ok = count(value)
-		case "completion_tokens":
+		case "completion_tokens", "output_tokens":
 			u.CompletionTokens, _ = count(value)
 		case "total_tokens":
 			u.TotalTokens, _ = count(value)
-		case "prompt_tokens_details":
+		case "prompt_tokens_details", "input_tokens_details":
 			u.readDetails(value)
 		}
 		return true
