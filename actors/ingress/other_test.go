@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -94,9 +95,9 @@ func TestEveryPathIsPassedOn(t *testing.T) {
 // CC16: on every route a bad body, form or method is a typed error in the route's own shape, and no engine is
 // asked; an engine's own 404 reaches the client, and counts against no rank.
 func TestBadInputOfEveryRoute(t *testing.T) {
-	asked := 0
+	var asked atomic.Int32
 	lacks := func(w http.ResponseWriter, r *http.Request) {
-		asked++
+		asked.Add(1)
 		replies(404, `{"detail":"Not Found"}`)(w, r)
 	}
 	g := newRig(t, options{engines: []http.HandlerFunc{lacks}, limits: Limits{MaxBody: 1 << 20}})
@@ -109,8 +110,8 @@ func TestBadInputOfEveryRoute(t *testing.T) {
 	json, long := "application/json", strings.Repeat("x", 1<<20)
 	for _, path := range []string{
 		"/v1/embeddings", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/generate",
-		"/rerank", "/v1/score", "/pooling", "/classify", "/v1/audio/speech", "/v1/audio/transcriptions", "/invocations",
-		"/anything",
+		"/rerank", "/v1/score", "/pooling", "/classify", "/v1/audio/speech", "/v1/audio/transcriptions",
+		"/invocations", "/anything",
 	} {
 		for name, c := range map[string]struct {
 			method, kind, body string
@@ -131,15 +132,15 @@ func TestBadInputOfEveryRoute(t *testing.T) {
 			"another method":  {"DELETE", "", "", 405, "invalid_request"},
 			"an engine lacks": {"POST", json, `{"model":"demo"}`, 404, ""},
 		} {
-			before := asked
+			before := asked.Load()
 			a := g.send(c.method, path, c.kind, c.body)
 			assert.Equal(t, c.status, a.status, "%s: %s: %s", path, name, a.body)
 			if c.code == "" {
-				assert.Equal(t, before+1, asked, path)
+				assert.Equal(t, before+1, asked.Load(), path)
 				assert.JSONEq(t, `{"detail":"Not Found"}`, a.body)
 				continue
 			}
-			assert.Equal(t, before, asked, "%s: %s", path, name)
+			assert.Equal(t, before, asked.Load(), "%s: %s", path, name)
 			assert.Contains(t, a.body, `"code":"`+c.code+`"`, path)
 			isAnthropic := strings.HasPrefix(path, "/v1/messages")
 			assert.Equal(t, isAnthropic, strings.HasPrefix(a.body, `{"type":"error"`), path)
