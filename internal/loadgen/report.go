@@ -1,18 +1,16 @@
 package loadgen
 
 import (
-	"bytes"
 	"cmp"
-	"errors"
 	"fmt"
 	"io"
 	"maps"
-	"os"
 	"slices"
-	"strconv"
 	"strings"
 	"text/tabwriter"
 	"time"
+
+	"github.com/dpserve/dpserve/internal/process"
 )
 
 // APIVersion of the JSON forms of Report and Overhead.
@@ -233,11 +231,6 @@ func formatErrorKinds(errors map[string]int) string {
 	return " (" + strings.Join(out, ", ") + ")"
 }
 
-// clockTick is the unit of /proc/PID/stat: USER_HZ is 100 on every Linux that Go supports.
-const clockTick = 10 * time.Millisecond
-
-var errStat = errors.New("not a line of /proc/PID/stat")
-
 // CPU is the processor time of the watched processes, without children, during a run and its warm-up.
 type CPU struct {
 	Seconds      float64 `json:"seconds"`
@@ -279,34 +272,11 @@ func chargeCPU(before, after cpuReading, wall time.Duration, done counts) *CPU {
 func cpuTime(pids []int) cpuReading {
 	var sum time.Duration
 	for _, pid := range pids {
-		text, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
-		if err != nil {
+		stat, there := process.ReadStat(pid)
+		if !there || stat.CPU < 0 {
 			return cpuReading{}
 		}
-		used, err := parseStat(text)
-		if err != nil {
-			return cpuReading{}
-		}
-		sum += used
+		sum += stat.CPU
 	}
 	return cpuReading{sum, len(pids) > 0}
-}
-
-// parseStat reads user and system time (fields 14 and 15) of a stat line. The command in field 2 may hold
-// blanks and brackets, so fields count from the last closing bracket.
-func parseStat(text []byte) (time.Duration, error) {
-	const user, system = 11, 12 // behind the command
-	fields := bytes.Fields(text[bytes.LastIndexByte(text, ')')+1:])
-	if len(fields) <= system {
-		return 0, errStat
-	}
-	var ticks uint64
-	for _, field := range fields[user : system+1] {
-		n, err := strconv.ParseUint(string(field), 10, 48)
-		if err != nil {
-			return 0, errStat
-		}
-		ticks += n
-	}
-	return time.Duration(ticks) * clockTick, nil
 }

@@ -25,6 +25,9 @@ const (
 	reapPoll = 5 * time.Millisecond
 )
 
+// clockTick is the unit of the times in /proc/PID/stat: USER_HZ is 100 on every Linux that Go supports.
+const clockTick = 10 * time.Millisecond
+
 // mostAncestors bounds Ancestors: parents change while they are read.
 const mostAncestors = 64
 
@@ -32,8 +35,9 @@ const mostAncestors = 64
 type Stat struct {
 	PID, Parent, Group int
 	Zombie, Stopped    bool
-	Exiting            bool   // its memory and its command line may be gone before its sockets are
-	Start              string // clock ticks since boot
+	Exiting            bool          // its memory and its command line may be gone before its sockets are
+	Start              string        // clock ticks since boot
+	CPU                time.Duration // that it has used; -1 on systems that do not tell
 }
 
 // Descendants lists the living processes below a process: its children, theirs, and so on.
@@ -123,13 +127,15 @@ func parseStat(pid int, line string) (Stat, bool) {
 	parent, errParent := strconv.Atoi(f[1])
 	group, err := strconv.Atoi(f[2])
 	flags, errFlags := strconv.ParseUint(f[6], 10, 64)
-	if err != nil || errParent != nil || errFlags != nil {
+	user, errUser := strconv.ParseInt(f[11], 10, 64)
+	system, errSystem := strconv.ParseInt(f[12], 10, 64)
+	if err := errors.Join(err, errParent, errFlags, errUser, errSystem); err != nil {
 		return Stat{}, false
 	}
 	const exiting = 0x4 // PF_EXITING of the kernel's sched.h
 	return Stat{
 		PID: pid, Parent: parent, Group: group, Zombie: f[0] == "Z" || f[0] == "X", Stopped: f[0] == "T",
-		Exiting: flags&exiting != 0, Start: f[19],
+		Exiting: flags&exiting != 0, Start: f[19], CPU: time.Duration(user+system) * clockTick,
 	}, true
 }
 

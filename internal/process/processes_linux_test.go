@@ -6,6 +6,7 @@ import (
 	"os"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -24,7 +25,21 @@ func TestStatLines(t *testing.T) {
 	// A process may have any name.
 	s, ok = parseStat(7, "7 (VLLM) Z 1 99 (x) S 1 42 42 0 -1 4 1 2 3 4 5 6 7 8 20 0 1 0 12345 1 2 3")
 	assert.True(t, ok)
-	assert.Equal(t, Stat{PID: 7, Parent: 1, Group: 42, Exiting: true, Start: "12345"}, s)
+	assert.Equal(t, Stat{
+		PID: 7, Parent: 1, Group: 42, Exiting: true, Start: "12345", CPU: 110 * time.Millisecond,
+	}, s)
+}
+
+// The limit of open files is that of a process, or of this one.
+func TestFileLimit(t *testing.T) {
+	own, ok := FileLimit(0)
+	assert.True(t, ok)
+	assert.Positive(t, own)
+	same, ok := FileLimit(os.Getpid())
+	assert.True(t, ok)
+	assert.Equal(t, own, same)
+	_, ok = FileLimit(-1)
+	assert.False(t, ok)
 }
 
 // FuzzParseStat: incomplete and strange lines are refused without a panic.

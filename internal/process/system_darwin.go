@@ -33,6 +33,13 @@ const (
 	stateZombie  = 5
 )
 
+// FileLimit returns how many files this process may have open; false for others than 0.
+func FileLimit(pid int) (uint64, bool) {
+	var limit unix.Rlimit
+	err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit)
+	return limit.Cur, pid == 0 && err == nil
+}
+
 // ReadStat reads one process; false if it does not exist.
 func ReadStat(pid int) (Stat, bool) {
 	p, err := unix.SysctlKinfoProc("kern.proc.pid", pid)
@@ -42,7 +49,7 @@ func ReadStat(pid int) (Stat, bool) {
 	return Stat{
 		PID: pid, Parent: int(p.Eproc.Ppid), Group: int(p.Eproc.Pgid), Zombie: p.Proc.P_stat == stateZombie,
 		Stopped: p.Proc.P_stat == stateStopped,
-		Start:   fmt.Sprint(p.Proc.P_starttime.Sec, ".", p.Proc.P_starttime.Usec),
+		Start:   fmt.Sprint(p.Proc.P_starttime.Sec, ".", p.Proc.P_starttime.Usec), CPU: -1,
 	}, true
 }
 

@@ -37,5 +37,13 @@ func awaitExit(pid int) bool {
 	}
 }
 
+// FileLimit returns how many files a process may have open, this one with 0; false if the system does not
+// tell.
+func FileLimit(pid int) (uint64, bool) {
+	var limit unix.Rlimit
+	err := unix.Prlimit(pid, unix.RLIMIT_NOFILE, nil, &limit)
+	return limit.Cur, err == nil
+}
+
 // ReadStat reads one process; false if it does not exist.
 func ReadStat(pid int) (Stat, bool) { return parseStat(pid, string(read(pid, "stat"))) }

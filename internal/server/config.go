@@ -21,7 +21,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/controller"
@@ -460,16 +459,6 @@ func (c *Config) engineHost() string {
 // leastConnsShare is the share (1/leastConnsShare) of the limit of open files that a node accepts as client
 // connections, however many slots it has: few nodes use all their slots.
 const leastConnsShare = 8
-
-// fileLimit is how many files this process may have open. The Go runtime has raised the soft limit to the
-// hard one.
-func fileLimit() uint64 {
-	var limit syscall.Rlimit
-	if syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit) != nil {
-		return math.MaxUint64
-	}
-	return uint64(limit.Cur) //nolint:unconvert,nolintlint // it is signed on some systems
-}
 
 // maxConns is how many client connections a node accepts whose process may have limit files open. Without
 // it, a node with a low limit would accept connections until it has no file left for the admin port, for an

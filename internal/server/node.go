@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"log/slog"
+	"math"
 	"net/http"
 	"slices"
 	"strings"
@@ -30,6 +31,7 @@ import (
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/noderpc"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/process"
 	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
@@ -436,13 +438,17 @@ func (n *Node) shims() *node.ShimConfig {
 // buildServers makes the servers for clients, operators and other nodes.
 func (n *Node) buildServers(t *timers) error {
 	if n.hasRole(state.RoleIngress) {
+		files, ok := process.FileLimit(0)
+		if !ok {
+			files = math.MaxUint64
+		}
 		cfg := ingress.Config{
 			Node: n.cfg.NodeID, Pseudonym: pseudonym(n), Version: n.cfg.Version, Store: n.store,
 			Feed: n.hub, Metrics: n.metrics, Log: n.log, Timers: t.ingress, Seed: randomUint64(),
 			TLS: n.access.tlsConfig(), Keys: n.access.apiKeys(), Access: n.access.metrics, Actors: n.system,
 			Dial: n.cfg.dialer(), Serves: n.node.Serves(), Note: n.search.note,
 			Limits: ingress.Limits{
-				MaxBody: int64(n.cfg.MaxBody) << 20, MaxConns: maxConns(n.log, fileLimit(), n.cfg.Slots),
+				MaxBody: int64(n.cfg.MaxBody) << 20, MaxConns: maxConns(n.log, files, n.cfg.Slots),
 			},
 		}
 		var err error

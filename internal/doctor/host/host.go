@@ -9,7 +9,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
-	"strings"
 	"syscall"
 	"time"
 
@@ -86,35 +85,17 @@ func fileLimit(c *Config, ports []doctor.Port) *doctor.Files {
 		if !o.Ours {
 			continue
 		}
-		text, err := os.ReadFile(procFile(o.PID, "limits"))
-		if limit, ok := parseFileLimit(string(text)); ok && err == nil {
+		if limit, ok := process.FileLimit(o.PID); ok {
 			out.Limit, out.Of = limit, o.String()
 			return out
 		}
 	}
-	var limit syscall.Rlimit
-	if syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit) != nil {
+	limit, ok := process.FileLimit(0)
+	if !ok {
 		return nil
 	}
-	out.Limit = uint64(limit.Max) //nolint:unconvert,nolintlint // it is signed on some systems
+	out.Limit = limit
 	return out
-}
-
-// parseFileLimit reads the limit in force from /proc/PID/limits.
-func parseFileLimit(text string) (uint64, bool) {
-	for line := range strings.Lines(text) {
-		rest, ok := strings.CutPrefix(line, "Max open files")
-		fields := strings.Fields(rest)
-		if !ok || len(fields) < 2 {
-			continue
-		}
-		if fields[0] == "unlimited" {
-			return 1 << 32, true
-		}
-		n, err := strconv.ParseUint(fields[0], 10, 64)
-		return n, err == nil
-	}
-	return 0, false
 }
 
 func sharedMemory(path string, devices int) *doctor.SharedMemory {

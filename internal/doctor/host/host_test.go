@@ -127,20 +127,6 @@ func TestParseSpan(t *testing.T) {
 	}
 }
 
-func TestParseFileLimit(t *testing.T) {
-	const limits = "Limit                     Soft Limit           Hard Limit           Units     \n" +
-		"Max processes             94206                94206                processes \n" +
-		"Max open files            %s                 1048576              files     \n"
-	n, ok := parseFileLimit(fmt.Sprintf(limits, "4096"))
-	assert.True(t, ok)
-	assert.Equal(t, uint64(4096), n)
-	n, ok = parseFileLimit(fmt.Sprintf(limits, "unlimited"))
-	assert.True(t, ok)
-	assert.Greater(t, n, uint64(1<<30))
-	_, ok = parseFileLimit("")
-	assert.False(t, ok)
-}
-
 // HF72: the doctor says of a data dir that it is missing, no folder, in use or not writable, and makes none.
 func TestDataDirs(t *testing.T) {
 	dir := t.TempDir()
