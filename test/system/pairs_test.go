@@ -39,10 +39,10 @@ func TestPairsOverTwoNodes(t *testing.T) {
 		{"--roles", "control,ingress"},
 		{"--roles", "worker,ingress", "--labels", "pool=prefill"},
 		{"--roles", "worker,ingress", "--labels", "pool=decode"},
-	})
+	}, harness.Calm) // no rank is left out because the machine is busy
 	c.Expect(harness.NodeFails, harness.PairsFail, harness.RequestsFail, harness.StreamBreaks)
 	label := func(pool string) string { return ", resources: {labels: {pool: " + pool + "}}" }
-	c.All[0].Want(launchedPairs(2, 2, "decide: always", label("prefill"), label("decode")))
+	c.All[0].Want(launchedPairs(2, 3, "decide: always", label("prefill"), label("decode")))
 	ready := func(restarted ...string) client.AppStatus {
 		return c.WaitApp("pd", "RUNNING, all pairs have met", func(st *client.AppStatus) error {
 			for _, unit := range restarted {
@@ -92,7 +92,7 @@ func TestPairsOverTwoNodes(t *testing.T) {
 		// a request that has tried every decode rank is not kept waiting; the others wait for their return
 		l.end()
 		for _, refused := range l.refused {
-			assert.Contains(t, refused, "no_ready_rank")
+			assert.Regexp(t, "no_ready_rank|upstream_failed", refused)
 		}
 		assert.LessOrEqual(t, len(l.refused), clients)
 		l.refused = nil
