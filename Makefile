@@ -74,6 +74,12 @@ test-sglang: ## real SGLang servers on the CPU, launched: events, predictions, a
 	test/vllm/install-sglang.sh
 	DPSERVE_SGLANG=1 go test -count=1 -v -timeout 60m -run TestSGLang ./test/vllm
 
+# Installs official clients once, outside the repository (a minute, 250 MB). go test runs them from then on.
+.PHONY: test-clients
+test-clients: ## official clients of OpenAI, Anthropic, openai-agents and Vercel, unmodified, for Python and JavaScript
+	test/clients/install.sh
+	go test -count=1 -run TestOfficialClients ./test/clients
+
 # Needs an installed vLLM or SGLang, and runs each step that they allow; see docs/real-engines.md.
 .PHONY: test-gpu
 test-gpu: build ## real engines on a GPU: predictions, policies under load, deaths, prefill and decode; STEPS="up table down" takes some
