@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"encoding/binary"
 	"slices"
-	"strings"
 )
 
 // An answer that neither max_tokens nor a stop string cuts ends by itself after AnswerMin to
@@ -122,18 +121,13 @@ func hashByte(h uint64, b byte) uint64 { return h*base + uint64(b) + 1 }
 func (p *Prose) read(text []byte, isWhole bool) {
 	p.start = p.hash
 	for len(text) > 0 {
-		n, unit := 0, p.unit()
-		switch {
-		case isWhole && bytes.HasPrefix(text, []byte(unit)):
-			n = len(unit)
-			p.pass(unit)
-			p.done += n
-		case isWhole && strings.HasPrefix(unit, string(text)):
-			n = len(text)
+		unit := p.unit()
+		n := min(len(unit), len(text))
+		if isWhole && string(text[:n]) == unit[:n] {
 			p.pass(unit[:n])
 			p.done += n
 			p.rest = unit[n:]
-		default:
+		} else {
 			n = p.passOther(text)
 		}
 		text, isWhole = text[n:], true
