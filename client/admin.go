@@ -79,6 +79,39 @@ func (c *Client) RemoveRank(ctx context.Context, app string, rm RankRemoval) (Ra
 		request{method: http.MethodDelete, path: appPath(app) + "/ranks", query: rm.query()})
 }
 
+// RankAnswer is what the engine of a rank said to a control call.
+type RankAnswer struct {
+	Pool   string `json:"pool"` // the application, or its pool
+	Group  int    `json:"group"`
+	Rank   int    `json:"rank"`
+	Node   string `json:"node"`
+	URL    string `json:"url"`
+	Status int    `json:"status"` // 0 = no answer
+	Body   string `json:"body,omitempty"`
+	Error  string `json:"error,omitempty"` // why there is no answer
+	TookMs int64  `json:"took_ms"`
+}
+
+// RankAnswers are the answers of an application's ranks, in their order.
+type RankAnswers struct {
+	Answers []RankAnswer `json:"answers"`
+}
+
+// CallEngines makes a control call to the engines of an application or pool: of the named ranks (GROUP/RANK),
+// or of all. path is the engine's, with its query; the API says which it passes on.
+func (c *Client) CallEngines(
+	ctx context.Context, app, method, path string, ranks []string, body []byte,
+) (RankAnswers, error) {
+	q := url.Values{"method": {method}, "path": {path}}
+	if len(ranks) > 0 {
+		q.Set("ranks", strings.Join(ranks, ","))
+	}
+	return ask[RankAnswers](ctx, c, request{
+		method: http.MethodPost, path: appPath(app) + "/call", query: q, body: body, json: true,
+		patient: true,
+	})
+}
+
 // Logs opens a stream of log lines as text, one per line (see ParseLogLine). The caller closes it. A cut
 // stream ends with io.ErrUnexpectedEOF.
 func (c *Client) Logs(ctx context.Context, q LogQuery) (io.ReadCloser, error) {

@@ -170,6 +170,9 @@ type RankChange struct {
 	Revision uint64 `json:"revision"`           // of the application
 }
 
+// RankName is GROUP/RANK.
+func RankName(group, rank int) string { return strconv.Itoa(group) + "/" + strconv.Itoa(rank) }
+
 // ParseRankName reads GROUP/RANK.
 func ParseRankName(s string) (group, rank int, ok bool) {
 	a, b, found := strings.Cut(s, "/")

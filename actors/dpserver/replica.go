@@ -7,6 +7,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -45,11 +46,13 @@ type (
 		done  chan struct{} // closed when every sink has the record
 	}
 	drainRequest struct{ cause string }
-	stopRequest  struct{}
-	lapseTimer   struct{} // an orphaned ticket may be due
-	pruneRequest struct{} // many orphans wait, and most of their tickets have ended
-	busyTimer    struct{ round uint64 }
-	turnTimer    struct{} // room that is held for an ingress may be free again
+
+	controlledRequest struct{ effect openai.Effect }
+	stopRequest       struct{}
+	lapseTimer        struct{} // an orphaned ticket may be due
+	pruneRequest      struct{} // many orphans wait, and most of their tickets have ended
+	busyTimer         struct{ round uint64 }
+	turnTimer         struct{} // room that is held for an ingress may be free again
 )
 
 // replica is the actor: one per start. Its methods never block.
@@ -143,6 +146,8 @@ func (r *replica) receiveControl(m any) {
 		close(m.done)
 	case drainRequest:
 		r.drain(m.cause)
+	case controlledRequest:
+		r.onControlled(m.effect)
 	case stopRequest:
 		r.endStream()
 	case busyTimer:

@@ -9,6 +9,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -150,10 +151,13 @@ func (r *replica) onHealth(m healthResult) {
 	switch m.health {
 	case engine.Alive:
 		r.noteSign(signHealth)
-		r.setAway(away{byCounters: r.away.byCounters})
+		isAwake := r.away.byHealth == engine.Asleep.String() // somebody has woken it
+		r.setAway(away{byCounters: r.away.byCounters, byCall: r.away.byCall && !isAwake})
 	case engine.Asleep, engine.Scaling:
 		r.noteSign(signHealth)
-		r.setAway(away{byHealth: m.health.String(), byCounters: r.away.byCounters})
+		r.setAway(away{
+			byHealth: m.health.String(), byCounters: r.away.byCounters, byCall: r.away.byCall,
+		})
 	case engine.Dead, engine.RefusedConn:
 		r.fenceAndReport("health check: " + m.err.Error())
 	case engine.Unanswered, engine.Odd:
@@ -169,11 +173,12 @@ func (r *replica) onHealth(m healthResult) {
 type away struct {
 	byHealth   string // msg.CauseAsleep or CauseScaling
 	byCounters bool   // asleep, by the last read of them
+	byCall     bool   // dpserve has put it to sleep, or paused it, and not woken it since
 }
 
 // reason is why the engine does not compute; "": it does.
 func (a away) reason() string {
-	if a.byCounters {
+	if a.byCounters || a.byCall && a.byHealth == "" {
 		return msg.CauseAsleep
 	}
 	return a.byHealth
@@ -323,7 +328,25 @@ func (r *replica) noteRead(m counterRead) {
 	r.monitor.gate.noteBatches(r.kv.eventStats().Batches, now)
 	if m.err == nil {
 		r.monitor.gate.noteCounters(&m.counters, !r.monitor.canarySent.IsZero(), now)
-		r.setAway(away{byHealth: r.away.byHealth, byCounters: m.counters.Asleep})
+		r.setAway(away{
+			byHealth: r.away.byHealth, byCounters: m.counters.Asleep, byCall: r.away.byCall,
+		})
+	}
+}
+
+// onControlled applies what a control call did to the engine.
+func (r *replica) onControlled(effect openai.Effect) {
+	now := r.away
+	switch effect {
+	case openai.Sleeps:
+		now.byCall = true
+		r.setAway(now)
+	case openai.Wakes:
+		r.setAway(away{}) // the next health check and the next counters say so if it still sleeps
+		r.probeHealth()
+	case openai.ClearsCache:
+		r.recorder.box.Send(engineSlept{})
+	case openai.NoEffect, openai.ChangesModels:
 	}
 }
 

@@ -22,6 +22,7 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/engine/kvevents"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
@@ -270,6 +271,9 @@ func (s *Server) Fence(cause string) <-chan struct{} {
 
 // Drain stops admission and lets running requests finish. Drained says when none is left.
 func (s *Server) Drain(cause string) { s.box.Send(drainRequest{cause}) }
+
+// Controlled says what a control call did to the rank's engine.
+func (s *Server) Controlled(effect openai.Effect) { s.box.Send(controlledRequest{effect}) }
 
 // Drained is closed when a Drain found the rank without requests, or the rank has ended.
 func (s *Server) Drained() <-chan struct{} { return s.drained }

@@ -349,6 +349,9 @@ type NodeView interface {
 	// Logs passes lines to give in order of time; an error of give ends it. It returns when there are no more
 	// lines, or ctx ends.
 	Logs(ctx context.Context, q LogQuery, give func(LogLine) error) error
+	// CallEngines makes a call to the engines of an application's ranks on the node. Each rank has an answer,
+	// or says why there is none.
+	CallEngines(ctx context.Context, q *EngineCall) ([]client.RankAnswer, error)
 	// ResetRouter restarts the routing of an application on the node's ingress.
 	ResetRouter(ctx context.Context, app string) (ranks int, err error)
 }
@@ -359,6 +362,15 @@ type NodeCounts struct {
 	Queued map[string]int                 // length of the ingress's queue, by application
 	// of the ingress, by application with a prefill and a decode pool; without what engines count
 	Pairs map[string]client.PDStatus
+}
+
+// EngineCall is a control call to the engines of an application.
+type EngineCall struct {
+	App    string   // or one of its pools
+	Ranks  []string // GROUP/RANK; none: all
+	Method string
+	Path   string // with its query
+	Body   []byte // JSON; empty: none
 }
 
 // LogQuery selects log lines. Unit "" and Rank -1 mean all.

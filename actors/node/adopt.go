@@ -12,6 +12,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -275,6 +276,9 @@ func (absentReplica) Fence(string) <-chan struct{} { return closedChannel }
 
 // Drain implements Replica.
 func (absentReplica) Drain(string) {}
+
+// Controlled implements Replica.
+func (absentReplica) Controlled(openai.Effect) {}
 
 // Drained implements Replica.
 func (absentReplica) Drained() <-chan struct{} { return closedChannel }

@@ -22,6 +22,7 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
@@ -214,6 +215,7 @@ func (r *fakeReplica) Drain(cause string) {
 	r.drain = cause
 }
 
+func (*fakeReplica) Controlled(openai.Effect)   {}
 func (*fakeReplica) Drained() <-chan struct{}   { return over }
 func (*fakeReplica) Stop(context.Context) error { return nil }
 func (*fakeReplica) Status() client.RankStatus  { return client.RankStatus{} }

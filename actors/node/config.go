@@ -11,6 +11,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -23,6 +24,7 @@ type Replica interface {
 	Drained() <-chan struct{}                     // closed when a Drain found no request left
 	Stop(ctx context.Context) error               // ends the stream and the actor
 	Status() client.RankStatus                    // the rank's status
+	Controlled(effect openai.Effect)              // its engine was told so by a control call
 }
 
 // Config is the configuration of a node.

@@ -20,6 +20,7 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/engine/kvevents"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 )
 
 // follower is a replica that only follows its engine's events and records what it got.
@@ -58,6 +59,7 @@ func (f *follower) Ready(_ context.Context, facts msg.Facts) error {
 }
 
 func (*follower) Fence(string) <-chan struct{} { return done() }
+func (*follower) Controlled(openai.Effect)     {}
 func (*follower) Drain(string)                 {}
 func (*follower) Drained() <-chan struct{}     { return done() }
 func (f *follower) Status() client.RankStatus  { return client.RankStatus{Rank: f.spec.Rank} }

@@ -114,6 +114,8 @@ type admin interface {
 	Deploy(ctx context.Context, r client.DeployRequest) (client.DeployResult, error)
 	Delete(ctx context.Context, name string) error
 	AddRank(ctx context.Context, app string, rank []byte) (client.RankChange, error)
+	CallEngines(ctx context.Context, app, method, path string, ranks []string, body []byte,
+	) (client.RankAnswers, error)
 	RemoveRank(ctx context.Context, app string, r client.RankRemoval) (client.RankChange, error)
 	Logs(ctx context.Context, q client.LogQuery) (io.ReadCloser, error)
 	Explain(ctx context.Context, app string, q *client.Query) (*client.Explanation, error)

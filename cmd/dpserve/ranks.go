@@ -26,10 +26,11 @@ const (
 func newRanks(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "ranks COMMAND",
-		Short: "attach and detach engines at run time",
-		Long: `ranks changes which engines an application of kind attach stands for, without a deploy. The
-change survives a restart of dpserve; the other ranks, their numbers and their streams are not touched. A
-later deploy of the application's file makes it what the file says.`,
+		Short: "attach and detach engines at run time, and make control calls to them",
+		Long: `ranks add and ranks remove change which engines an application of kind attach stands for,
+without a deploy. The change survives a restart of dpserve; the other ranks, their numbers and their streams
+are not touched. A later deploy of the application's file makes it what the file says. ranks call makes a
+control call to the engines of any application.`,
 		Example: "  dpserve ranks add edge http://127.0.0.1:8102\n  dpserve ranks remove edge 0/2",
 		Args:    cobra.ArbitraryArgs,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -39,7 +40,7 @@ later deploy of the application's file makes it what the file says.`,
 			return cmd.Help()
 		},
 	}
-	cmd.AddCommand(newRanksAdd(e), newRanksRemove(e))
+	cmd.AddCommand(newRanksAdd(e), newRanksRemove(e), newRanksCall(e))
 	return cmd
 }
 

@@ -62,8 +62,9 @@ func reference(t *testing.T) string {
 	b.WriteString(referenceHead)
 	for _, name := range []string{
 		"up", "serve", "start", "join", "validate", "plan", "deploy", "status", "route", "route explain",
-		"router", "router show", "router reset", "logs", "delete", "ranks", "ranks add", "ranks remove",
-		"nodes", "nodes remove", "nodes rotate-key", "drain", "undrain", "restart", "leave", "recover",
+		"router", "router show", "router reset", "logs", "delete", "ranks", "ranks add", "ranks call",
+		"ranks remove", "nodes", "nodes remove", "nodes rotate-key",
+		"drain", "undrain", "restart", "leave", "recover",
 		"token", "token list", "token revoke",
 		"doctor", "bench", "version", "completion",
 	} {

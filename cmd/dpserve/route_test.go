@@ -42,6 +42,12 @@ func (f *fakeCluster) Router(context.Context, string) (client.Info, error) {
 	return f.router.info, f.down
 }
 
+func (f *fakeCluster) CallEngines(
+	_ context.Context, _, _, _ string, _ []string, _ []byte,
+) (client.RankAnswers, error) {
+	return client.RankAnswers{}, f.down
+}
+
 func (f *fakeCluster) ResetRouter(_ context.Context, app string) (client.ResetResult, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

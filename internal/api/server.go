@@ -56,6 +56,7 @@ const (
 type Config struct {
 	Backend  Backend
 	Routers  Routers      // nil = 404 on /api/v1/routers
+	Engines  Engines      // nil = 404 on the path of control calls
 	Ranks    Ranks        // nil = 404 on the paths of rank changes
 	Nodes    Nodes        // nil = 404 on the paths of nodes
 	Restarts Restarts     // nil = 404 on the path of restarts
@@ -278,6 +279,9 @@ func (s *Server) newEngine() *gin.Engine {
 	}
 	if s.cfg.Ranks != nil {
 		rankHandlers{s.cfg.Ranks}.addRoutes(g, s.reply)
+	}
+	if s.cfg.Engines != nil {
+		engineHandlers{s.cfg.Engines}.addRoutes(g, s.reply)
 	}
 	if s.cfg.Nodes != nil {
 		nodeHandlers{s.cfg.Nodes}.addRoutes(g, s.reply)

@@ -23,6 +23,8 @@ const (
 	recentRenewal = time.Second
 	// resetTimeout bounds a reset of the routers of all nodes.
 	resetTimeout = 5 * time.Second
+	// engineCallTimeout bounds a control call of all engines. It is below the time of an API call.
+	engineCallTimeout = 25 * time.Second
 )
 
 // NodeViews are the nodes that can be asked, by name.
@@ -57,6 +59,24 @@ func (v NodeViews) ResetRouters(ctx context.Context, app string) (ranks int, err
 		return err
 	})
 	return ranks, err
+}
+
+// CallEngines makes a control call to the engines of an application on every node. The answers are in the
+// order of the ranks. A node that cannot be asked is an error, because its ranks are not known.
+func (v NodeViews) CallEngines(ctx context.Context, q *msg.EngineCall) ([]client.RankAnswer, error) {
+	var mu sync.Mutex
+	var out []client.RankAnswer
+	err := v.ask(ctx, engineCallTimeout, func(ctx context.Context, _ string, node msg.NodeView) error {
+		answers, err := node.CallEngines(ctx, q)
+		mu.Lock()
+		defer mu.Unlock()
+		out = append(out, answers...)
+		return err
+	})
+	slices.SortFunc(out, func(a, b client.RankAnswer) int {
+		return cmp.Or(cmp.Compare(a.Pool, b.Pool), a.Group-b.Group, a.Rank-b.Rank)
+	})
+	return out, err
 }
 
 // ClusterStatus is what the nodes report about their ranks and queues.

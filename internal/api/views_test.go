@@ -43,6 +43,13 @@ func (n *viewedNode) Logs(_ context.Context, _ msg.LogQuery, give func(msg.LogLi
 	return n.err
 }
 
+func (n *viewedNode) CallEngines(_ context.Context, q *msg.EngineCall) ([]client.RankAnswer, error) {
+	if n.err != nil {
+		return nil, n.err
+	}
+	return []client.RankAnswer{{Pool: q.App, Rank: n.resets, Status: 200}}, nil
+}
+
 func (n *viewedNode) ResetRouter(context.Context, string) (int, error) { return n.resets, n.err }
 
 // oneApp is the status of application a as the controller has it: one rank on each of two nodes.

@@ -229,6 +229,17 @@ func (c *Client) setHeaders(req *http.Request) {
 	}
 }
 
+// Call asks any path of the engine. The caller says with ctx how long the engine may take.
+func (c *Client) Call(ctx context.Context, method, path string, body []byte) (
+	status int, answer []byte, err error,
+) {
+	var sent io.Reader
+	if len(body) > 0 {
+		sent = bytes.NewReader(body)
+	}
+	return c.ask(ctx, method, path, sent, maxAnswer)
+}
+
 // get reads a 200 answer.
 func (c *Client) get(ctx context.Context, path string, limit int64) ([]byte, error) {
 	status, answer, err := c.ask(ctx, http.MethodGet, path, nil, limit)

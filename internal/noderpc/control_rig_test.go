@@ -384,4 +384,8 @@ func (v *fakeView) Logs(ctx context.Context, q msg.LogQuery, give func(msg.LogLi
 	return v.err
 }
 
+func (v *fakeView) CallEngines(_ context.Context, q *msg.EngineCall) ([]client.RankAnswer, error) {
+	return []client.RankAnswer{{Pool: q.App, Body: q.Method + " " + q.Path + " " + string(q.Body)}}, v.err
+}
+
 func (v *fakeView) ResetRouter(context.Context, string) (int, error) { return 3, v.err }

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -19,6 +20,7 @@ const (
 	orderLimit  = 5 * time.Second
 	statusLimit = 2 * time.Second
 	resetLimit  = 5 * time.Second
+	callLimit   = 30 * time.Second // the caller's deadline is shorter
 	logsIdle    = 60 * time.Second // between two pieces of a log that is not followed
 )
 
@@ -46,6 +48,7 @@ const (
 	stopRankCall    = call[msg.StopRank, struct{}]("/" + nodeService + "/StopRank")
 	statusCall      = call[struct{}, msg.NodeCounts]("/" + nodeService + "/Status")
 	resetRouterCall = call[string, int]("/" + nodeService + "/ResetRouter")
+	engineCall      = call[msg.EngineCall, []client.RankAnswer]("/" + nodeService + "/CallEngines")
 	logsStream      = stream[msg.LogQuery, msg.LogLines]("/" + nodeService + "/Logs")
 )
 
@@ -64,6 +67,11 @@ func (n *NodeClient) StopRank(ctx context.Context, m *msg.StopRank) error {
 // Statuses implements msg.NodeView.
 func (n *NodeClient) Statuses(ctx context.Context) (msg.NodeCounts, error) {
 	return callNode(ctx, n.conns, n.node, statusLimit, statusCall, &struct{}{})
+}
+
+// CallEngines implements msg.NodeView.
+func (n *NodeClient) CallEngines(ctx context.Context, q *msg.EngineCall) ([]client.RankAnswer, error) {
+	return callNode(ctx, n.conns, n.node, callLimit, engineCall, q)
 }
 
 // ResetRouter implements msg.NodeView.
@@ -171,6 +179,12 @@ func (s *NodeServer) Register(to grpc.ServiceRegistrar) {
 		}),
 		statusCall.serve(unknown, func(ctx context.Context, _ *struct{}) (msg.NodeCounts, error) {
 			return view.Statuses(ctx)
+		}),
+		engineCall.serve(unknown, func(ctx context.Context, q *msg.EngineCall) ([]client.RankAnswer, error) {
+			if _, err := s.checkOrder(ctx); err != nil {
+				return nil, err
+			}
+			return view.CallEngines(ctx, q)
 		}),
 		resetRouterCall.serve(unknown, func(ctx context.Context, app *string) (int, error) {
 			return view.ResetRouter(ctx, *app)

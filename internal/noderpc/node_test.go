@@ -80,6 +80,11 @@ func TestViewOfAnotherNode(t *testing.T) {
 		assert.Equal(t, map[string]client.PDStatus{
 			"pd": {Transfer: "nixl", Pairs: client.PairsOn, Met: 2, Remote: 7},
 		}, counts.Pairs)
+		answers, err := b.CallEngines(t.Context(), &msg.EngineCall{
+			App: "chat", Method: "POST", Path: "/sleep?level=1", Body: []byte("{}"),
+		})
+		require.NoError(t, err)
+		assert.Equal(t, []client.RankAnswer{{Pool: "chat", Body: "POST /sleep?level=1 {}"}}, answers)
 		n, err := b.ResetRouter(t.Context(), "chat")
 		require.NoError(t, err)
 		assert.Equal(t, 3, n)

@@ -115,6 +115,14 @@ func (b *backend) views() (views api.NodeViews, silences map[string]time.Duratio
 	return views, silences
 }
 
+func (b *backend) CallEngines(ctx context.Context, q *msg.EngineCall) ([]client.RankAnswer, error) {
+	if _, err := b.App(ctx, q.App); err != nil {
+		return nil, err
+	}
+	views, _ := b.views()
+	return views.CallEngines(ctx, q)
+}
+
 func (b *backend) AddRank(ctx context.Context, name string, rank []byte) (client.RankChange, error) {
 	l, err := b.n.requireLeader()
 	if err != nil {
@@ -332,6 +340,10 @@ func (v localView) Statuses(context.Context) (msg.NodeCounts, error) {
 
 func (v localView) Logs(ctx context.Context, q msg.LogQuery, give func(msg.LogLine) error) error {
 	return v.n.node.Logs(ctx, q, give)
+}
+
+func (v localView) CallEngines(ctx context.Context, q *msg.EngineCall) ([]client.RankAnswer, error) {
+	return v.n.node.CallEngines(ctx, q), nil
 }
 
 func (v localView) ResetRouter(_ context.Context, app string) (ranks int, err error) {

@@ -487,7 +487,8 @@ func (n *Node) buildServers(t *timers) error {
 	b := &backend{n}
 	metrics := metricsHandler(n)
 	n.admin = api.NewServer(api.Config{
-		Backend: b, Ranks: b, Nodes: b, Routers: newRouters(n), Metrics: metrics, Forward: n.leaderHandler,
+		Backend: b, Ranks: b, Engines: b, Nodes: b, Routers: newRouters(n), Metrics: metrics,
+		Forward:  n.leaderHandler,
 		NoLeader: n.errNoLeader,
 		Version:  client.BuildInfo{Version: n.cfg.Version, Node: n.cfg.NodeID},
 		TLS:      n.access.tlsConfig(),

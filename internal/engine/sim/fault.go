@@ -188,6 +188,13 @@ func (s *faults) drop(m Mode) {
 	}
 }
 
+// off ends a mode.
+func (s *faults) off(m Mode) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.drop(m)
+}
+
 // clear switches everything off.
 func (s *faults) clear() {
 	s.mu.Lock()

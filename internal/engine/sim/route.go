@@ -121,6 +121,8 @@ var (
 		"/detokenize":          {onlyPost, anyEngine, api.detokenize},
 		"/reset_prefix_cache":  {onlyPost, devMode, api.resetCache},
 		"/is_sleeping":         {onlyGet, devMode, api.isSleeping},
+		"/sleep":               {onlyPost, devMode, api.sleep},
+		"/wake_up":             {onlyPost, devMode, api.wakeUp},
 
 		"/v1/messages/count_tokens": {onlyPost, generating, api.countTokens},
 	}
@@ -273,6 +275,17 @@ func (s api) resetCache(w http.ResponseWriter, r *http.Request) {
 // isSleeping answers GET /is_sleeping of the development mode.
 func (s api) isSleeping(w http.ResponseWriter, _ *http.Request) {
 	s.writeJSON(w, http.StatusOK, fmt.Appendf(nil, `{"is_sleeping":%t}`, s.faults.is(ModeKVSleep)))
+}
+
+// sleep answers POST /sleep of the development mode. The engine loses its cache, and goes on computing.
+func (s api) sleep(w http.ResponseWriter, _ *http.Request) {
+	_ = s.Fail(Fault{Mode: ModeKVSleep}) // the mode is valid
+	w.WriteHeader(http.StatusOK)
+}
+
+func (s api) wakeUp(w http.ResponseWriter, _ *http.Request) {
+	s.faults.off(ModeKVSleep)
+	w.WriteHeader(http.StatusOK)
 }
 
 // textBody is the common beginning of the tokenizer routes.
