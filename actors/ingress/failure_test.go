@@ -7,7 +7,6 @@ import (
 	"io"
 	"net"
 	"net/http"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -67,32 +66,6 @@ func (g *rig) attemptsPerRank(f func()) (tried []int) {
 		tried[i] += r.granted()
 	}
 	return tried
-}
-
-// TestFS4EveryReplicaRefuses: three attempts, none twice, load released before the next.
-func TestFS4EveryReplicaRefuses(t *testing.T) {
-	closed := "http://127.0.0.1:1"
-	g := newRig(t, options{urls: []string{closed, closed, closed, closed}})
-	for _, r := range g.replicas {
-		r.setRefuse(func(*msg.Admit) msg.Refusal {
-			for _, other := range g.replicas {
-				if other != r {
-					assert.Zero(t, other.inFlight(), "released before the next attempt")
-				}
-			}
-			return msg.Granted
-		})
-	}
-	for range 30 {
-		tried := g.attemptsPerRank(func() {
-			a := g.post("/v1/chat/completions", chatBody)
-			assert.Equal(t, 502, a.status)
-			assert.Equal(t, "upstream_failed", a.code(t))
-			assert.Equal(t, "1", a.header.Get("Retry-After"))
-		})
-		slices.Sort(tried)
-		assert.Equal(t, []int{0, 1, 1, 1}, tried, "three attempts, no rank twice")
-	}
 }
 
 // TestAClientThatLeavesDuringItsAdmissionIsNoTimeout: the rank calls the request expired; the ingress logs

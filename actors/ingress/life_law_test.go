@@ -17,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
@@ -344,7 +345,7 @@ func TestLawABadRankOfThree(t *testing.T) {
 	}
 }
 
-// RP28: ranks that refuse are no attempts, and a full one is waited for, as for a request of one pool.
+// RP28, RP41: ranks that refuse are no attempts of a request or of a reservation, as in one pool.
 func TestRefusalsOfASplitRequest(t *testing.T) {
 	g := newPairRig(t, pairOptions{prefills: 2, decodes: 8})
 	for _, r := range g.decodes[:6] {
@@ -353,4 +354,12 @@ func TestRefusalsOfASplitRequest(t *testing.T) {
 	for range 20 {
 		assert.Equal(t, 200, g.post("/v1/chat/completions", streamBody).status)
 	}
+	for i := range 10 {
+		q := &client.BestWorkerRequest{TokenIDs: []uint32{1, 2, 3}, RequestID: fmt.Sprint(i)}
+		w, err := g.in.BestWorker(t.Context(), "demo", q)
+		require.NoError(t, err)
+		require.NotNil(t, w.PrefillWorker)
+		require.NoError(t, g.in.Free("demo", q.RequestID))
+	}
+	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="ok",way="remote"}`, "20")
 }

@@ -125,11 +125,14 @@ func TestAlarm(t *testing.T) {
 		g := newPairRig(t, pairOptions{prefills: 1, decodes: 2, far: far})
 		g.prefills[0].status(1) // it was so before
 		g.prefills[0].status(1)
+		g.decodes[0].status(1)
+		g.decodes[0].status(2) // a decode rank's engine counts none
 		assert.Zero(t, g.d[0].resets()+g.d[1].resets())
 		g.prefills[0].status(2)
 		eventually(t, func() bool { return g.d[0].resets() == 1 && g.d[1].resets() == 1 }, "both are reset")
 		g.requireMetric(`dpserve_pd_notes_total{app="demo",note="alarm"}`, "2")
 		assert.Zero(t, g.p[0].resets())
+		assert.Contains(t, g.logs.String(), "prefill rank 0/0 heard of blocks after the end of their lease")
 	}
 }
 

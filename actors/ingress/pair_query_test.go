@@ -405,29 +405,6 @@ func TestPairReservationIsRefused(t *testing.T) {
 	require.NoError(t, g.in.Free("demo", "r1"))
 }
 
-// RP41: a reservation has as many refusals as a request.
-func TestPairReservationAsksOn(t *testing.T) {
-	g := newPairRig(t, pairOptions{prefills: 2, decodes: 8})
-	for _, r := range g.decodes[:6] {
-		r.setRefuse(func(*msg.Admit) msg.Refusal { return msg.NoLease })
-	}
-	for i := range 10 {
-		q := &client.BestWorkerRequest{TokenIDs: []uint32{1, 2, 3}, RequestID: fmt.Sprint(i)}
-		w, err := g.in.BestWorker(t.Context(), "demo", q)
-		require.NoError(t, err)
-		require.NotNil(t, w.PrefillWorker)
-		require.NoError(t, g.in.Free("demo", q.RequestID))
-	}
-	eventually(t, func() bool {
-		n := 0
-		for _, r := range g.replicas {
-			n += r.inFlight()
-		}
-		return n == 0
-	}, "every place is back")
-	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="ok",way="remote"}`, "")
-}
-
 // RP43: a rank of role both gets what is not split, and explain says so.
 func TestExplainWhereEnginesTakeNoPlainRequest(t *testing.T) {
 	g := newPairRig(t, pairOptions{prefills: 1, decodes: 3, cold: true, change: func(p, d *app.Application) {
@@ -464,26 +441,6 @@ func TestPairReservationExpires(t *testing.T) {
 	assert.Equal(t, "reservation_expired", g.prefills[0].lastDone(t).Cause)
 	assert.Equal(t, "reservation_expired", g.decodes[0].lastDone(t).Cause)
 	assert.Zero(t, g.leased(g.prefills[0]))
-}
-
-// TestLateReads: when an engine says that a prompt was read after its lease, the decode ranks that its rank
-// serves are told to forget their caches. What it says first may be old.
-func TestLateReads(t *testing.T) {
-	t.Parallel()
-	g := newPairRig(t, pairOptions{prefills: 2, decodes: 2})
-	alarms := func() string { return g.metric(`dpserve_pd_notes_total{app="demo",note="alarm"}`) }
-	say := func(r *replica, late int64) {
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		r.emit(&msg.Record{Kind: msg.RecStatus, Status: msg.Status{LateReads: late}})
-	}
-	say(g.prefills[0], 7)
-	say(g.decodes[0], 1)
-	say(g.decodes[0], 2) // a decode rank's engine counts none
-	assert.Empty(t, alarms())
-	say(g.prefills[0], 8)
-	eventually(t, func() bool { return alarms() == "2" }, "both decode ranks are reset")
-	assert.Contains(t, g.logs.String(), "prefill rank 0/0 heard of blocks after the end of their lease")
 }
 
 // TestExplainWhereFallbackFails: a decode rank that has met a prefill rank is taken before the request is

@@ -1,8 +1,6 @@
 package ingress
 
 import (
-	"fmt"
-	"net/http"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -52,55 +50,22 @@ func TestSplit(t *testing.T) {
 	}
 }
 
-// TestFallback: if prefill ranks fail, the prompt is computed by the decode rank, or the request is refused.
-func TestFallback(t *testing.T) {
-	t.Parallel()
-	g := newPairRig(t, pairOptions{prefills: 2, decodes: 1})
-	broken := func(w http.ResponseWriter, r *http.Request, _ pdCall) bool {
-		replies(http.StatusInternalServerError, `{}`)(w, r)
-		return true
-	}
-	g.p[0].set(broken)
-	g.p[1].set(broken)
-	a := g.post("/v1/chat/completions", streamBody)
-	g.served(a, "fallback")
-	assert.Equal(t, 2, total(g.p), "one other prefill rank first")
-	calls := g.d[0].taken()
-	require.Len(t, calls, 1)
-	assert.Nil(t, calls[0].params)
-	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="ok",way="fallback"}`, "1")
-	g.requireMetric(`dpserve_pd_notes_total{app="demo",note="prefill_failed"}`, "2")
-	charged := 0
-	for _, r := range g.prefills {
-		d := r.lastDone(t)
-		assert.Equal(t, msg.FailedOutcome, d.Outcome)
-		assert.Zero(t, g.leased(r))
-		if d.Trip {
-			charged++
-		}
-	}
-	assert.Equal(t, 1, charged, "a request counts against one rank")
-	assert.Equal(t, msg.OK, g.decodes[0].lastDone(t).Outcome)
-}
-
 // TestHeldAddressing: an engine that hosts several ranks is told which one a leg is for.
 func TestHeldAddressing(t *testing.T) {
-	for _, far := range []bool{false, true} {
-		for _, mode := range []string{"header", "body"} {
-			t.Run(fmt.Sprint(mode, far), func(t *testing.T) {
-				g := newPairRig(t, pairOptions{
-					prefills: 1, decodes: 1, far: far, address: msg.Target{Addressing: mode, Selector: 6},
-				})
-				g.served(g.post("/v1/chat/completions", streamBody), "remote")
-				for _, c := range append(g.p[0].taken(), g.d[0].taken()...) {
-					if mode == "header" {
-						assert.Equal(t, "6", c.header.Get("X-Data-Parallel-Rank"))
-						assert.NotContains(t, c.raw, "routed_dp_rank")
-					} else {
-						assert.InDelta(t, 6, c.body["routed_dp_rank"], 0)
-					}
-				}
+	for mode, far := range map[string]bool{"header": false, "body": true} {
+		t.Run(mode, func(t *testing.T) {
+			g := newPairRig(t, pairOptions{
+				prefills: 1, decodes: 1, far: far, address: msg.Target{Addressing: mode, Selector: 6},
 			})
-		}
+			g.served(g.post("/v1/chat/completions", streamBody), "remote")
+			for _, c := range append(g.p[0].taken(), g.d[0].taken()...) {
+				if mode == "header" {
+					assert.Equal(t, "6", c.header.Get("X-Data-Parallel-Rank"))
+					assert.NotContains(t, c.raw, "routed_dp_rank")
+				} else {
+					assert.InDelta(t, 6, c.body["routed_dp_rank"], 0)
+				}
+			}
+		})
 	}
 }
