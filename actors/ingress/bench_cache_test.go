@@ -12,10 +12,8 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine/openai"
-	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
@@ -141,31 +139,11 @@ func BenchmarkTextBlocks(b *testing.B) {
 // routedIngress is an ingress in front of one engine whose replica remembers what it was sent.
 func routedIngress(b *testing.B, engine, policy string) string {
 	b.Helper()
-	s, f := newStore(), &feed{}
-	r := &replica{
-		feed: f, app: "demo", unit: "demo/0/0", url: engine, max: 1024, owned: true, epoch: 1,
-		incarnation: 7, accepting: true,
-	}
-	r.stopped, r.open = make(chan struct{}), map[uint64]msg.Admit{}
-	f.replicas = []*replica{r}
-	a := demoApp()
-	a.Routing = app.Routing{Policy: policy, Preset: "documented", Identity: app.IdentityText}
-	deploy(b, s, a, 1)
-	in, err := New(Config{
-		Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(),
-		Log: slog.New(slog.DiscardHandler), Seed: 1,
+	g := newRig(b, options{
+		urls: []string{engine}, max: 1024, app: withRouting(policy), level: slog.LevelError,
 	})
-	require.NoError(b, err)
-	remembers(b, r)
-	addr, err := listen(context.Background(), in)
-	require.NoError(b, err)
-	go func() { _ = in.Serve() }()
-	b.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
-		defer cancel()
-		_ = in.Close(ctx)
-	})
-	return "http://" + addr.String()
+	remembers(b, g.replicas[0])
+	return g.url
 }
 
 // BenchmarkCacheAwareCost compares the CPU of requests under a policy that reads caches with round-robin, in

@@ -20,10 +20,9 @@ func BenchmarkRemote(b *testing.B) {
 	engine := benchEngine(b, chunks, 2*time.Millisecond)
 	whole, quick := benchEngine(b, 0, 0), benchEngine(b, 1, time.Microsecond)
 	ways := map[string][3]string{}
-	for way, node := range map[string]string{"near": "n1", "far": "n2"} {
+	for way, far := range map[string]bool{"near": false, "far": true} {
 		ways[way] = [3]string{
-			benchIngressAt(b, engine, node), benchIngressAt(b, whole, node),
-			benchIngressAt(b, quick, node),
+			benchIngress(b, engine, far), benchIngress(b, whole, far), benchIngress(b, quick, far),
 		}
 	}
 	first := map[string][]time.Duration{}

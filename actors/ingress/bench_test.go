@@ -18,7 +18,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/rankleg"
@@ -224,40 +223,12 @@ func plainProxy(b *testing.B, engine string) string {
 	return "http://" + l.Addr().String()
 }
 
-// benchIngress is an ingress in front of one engine, with a fake replica.
-func benchIngress(b *testing.B, engine string) string { return benchIngressAt(b, engine, "n1") }
-
-// benchIngressAt is the same with the replica on a given node: another one than n1 has a data port.
-func benchIngressAt(b *testing.B, engine, node string) string {
+// benchIngress is an ingress in front of one engine, with a fake replica; far: on another node.
+func benchIngress(b *testing.B, engine string, far bool) string {
 	b.Helper()
-	s, f := newStore(), &feed{}
-	r := &replica{
-		feed: f, app: "demo", unit: "demo/0/0", url: engine, max: 1024, owned: true, epoch: 1,
-		incarnation: 7, accepting: true, node: node,
-	}
-	r.stopped, r.open = make(chan struct{}), map[uint64]msg.Admit{}
-	f.replicas = []*replica{r}
-	a := demoApp()
-	a.Routing = app.Routing{Policy: "power-of-two", Preset: "documented"}
-	deploy(b, s, a, 1)
-	c := Config{
-		Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler),
-		Seed: 1,
-	}
-	if node != c.Node {
-		c.Remote = newDataPort(b, f, nil, 0).client
-	}
-	in, err := New(c)
-	require.NoError(b, err)
-	addr, err := listen(context.Background(), in)
-	require.NoError(b, err)
-	go func() { _ = in.Serve() }()
-	b.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
-		defer cancel()
-		_ = in.Close(ctx)
-	})
-	return "http://" + addr.String()
+	return newRig(b, options{
+		urls: []string{engine}, max: 1024, far: far, app: withRouting("power-of-two"), level: slog.LevelError,
+	}).url
 }
 
 // load sends n requests over c connections and gives the CPU of the whole process per request: engine, client
@@ -325,7 +296,7 @@ func BenchmarkPacedChunk(b *testing.B) { compare(b, streamBody, 200, 10*time.Mil
 
 func compare(b *testing.B, body string, paced int, pace time.Duration, conc, per int) {
 	engine := benchEngine(b, paced, pace)
-	targets := []string{engine, benchIngress(b, engine), plainProxy(b, engine)}
+	targets := []string{engine, benchIngress(b, engine, false), plainProxy(b, engine)}
 	var total [3]time.Duration
 	n := max(b.N, conc) / 2
 	for _, t := range targets {

@@ -5,7 +5,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"log/slog"
 	"net"
 	"net/http"
 	"runtime"
@@ -18,7 +17,6 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/test/memnet"
 )
 
@@ -201,9 +199,10 @@ func TestBodyPace(t *testing.T) {
 // drip sends a body in pieces over a pipe, and returns the answer's status and time.
 func drip(t *testing.T, body string, piece int, every time.Duration) (status int, took time.Duration) {
 	t.Helper()
-	var network memnet.Network
-	in, conn, end := dialFake(t, &network, Limits{})
-	defer end()
+	g := newRig(t, options{noApp: true, network: &memnet.Network{}})
+	conn, err := g.network.DialContext(t.Context(), "tcp", "n1:80")
+	require.NoError(t, err)
+	defer conn.Close()
 	began := time.Now()
 	go func() {
 		_, err := fmt.Fprintf(conn, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n",
@@ -223,30 +222,8 @@ func drip(t *testing.T, body string, piece int, every time.Duration) (status int
 	require.NoError(t, err)
 	took = time.Since(began)
 	require.NoError(t, resp.Body.Close())
-	assert.Zero(t, in.bodies.taken.Load())
+	assert.Zero(t, g.in.bodies.taken.Load())
 	return resp.StatusCode, took
-}
-
-// dialFake is an ingress without applications in fake time, and a connection to it. end closes both.
-func dialFake(t *testing.T, network *memnet.Network, limits Limits) (in *Ingress, conn net.Conn, end func()) {
-	t.Helper()
-	l, err := network.Listen("ingress:80")
-	require.NoError(t, err)
-	in, err = New(Config{
-		Node: "n1", Store: newStore(), Feed: &feed{}, Metrics: telemetry.New(),
-		Log: slog.New(slog.DiscardHandler), Limits: limits,
-	})
-	require.NoError(t, err)
-	require.NoError(t, in.Attach(l))
-	served := make(chan error, 1)
-	go func() { served <- in.Serve() }()
-	conn, err = network.DialContext(t.Context(), "tcp", "ingress:80")
-	require.NoError(t, err)
-	return in, conn, func() {
-		require.NoError(t, conn.Close())
-		require.NoError(t, in.Close(t.Context()))
-		require.NoError(t, <-served)
-	}
 }
 
 // TestPromptMemoryShrinks: memory that a long prompt made large is not kept by a short one.

@@ -32,23 +32,14 @@ func inGroupPair(t *testing.T, max int, prefill time.Duration, change func(p, d 
 ) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		network, engine := &memnet.Network{}, &stepEngine{prefill: prefill}
-		var servers []*http.Server
-		o := pairOptions{prefills: 4, decodes: 8, max: max, network: network}
+		engine := &stepEngine{prefill: prefill}
+		o := options{prefills: 4, decodes: 8, max: max, network: &memnet.Network{}}
 		o.change = func(p, d *app.Application) {
 			p.DataParallel.Coupling, p.Routing.Policy = app.Lockstep, app.DefaultPolicy(app.Lockstep)
 			p.Timeouts.FirstTokenS, d.Timeouts.FirstTokenS = 600, 600
 			if change != nil {
 				change(p, d)
 			}
-		}
-		o.wrap = func(h http.Handler) string {
-			host, s := fmt.Sprintf("engine%d:80", len(servers)), &http.Server{Handler: h}
-			l, err := network.Listen(host)
-			require.NoError(t, err)
-			go func() { _ = s.Serve(l) }()
-			servers = append(servers, s)
-			return "http://" + host
 		}
 		pair := newPairRig(t, o)
 		for i, e := range pair.p {
@@ -71,14 +62,7 @@ func inGroupPair(t *testing.T, max int, prefill time.Duration, change func(p, d 
 				return true
 			})
 		}
-		g := &groupPair{&groupRig{t: t, engine: engine, client: pair.client}, pair}
-		defer func() {
-			pair.client.CloseIdleConnections()
-			require.NoError(t, pair.in.Close(context.Background()))
-			for _, s := range servers {
-				require.NoError(t, s.Close())
-			}
-		}()
+		g := &groupPair{&groupRig{rig: pair.rig, engine: engine}, pair}
 		test(t, g)
 		time.Sleep(2 * time.Minute)
 		synctest.Wait()
@@ -94,7 +78,6 @@ func inGroupPair(t *testing.T, max int, prefill time.Duration, change func(p, d 
 				assert.Zero(t, rk.Load.O(), "open on %s rank %s", pool, rk.ID)
 			}
 		}
-		pair.atRest()
 	})
 }
 

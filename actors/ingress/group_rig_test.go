@@ -63,17 +63,10 @@ func (f fanFeed) List(msg.Sink) {
 // groupRig is a lockstep group of ranks, and ingresses before it, in fake time. Each ingress has a node of
 // its own, n1, n2 … The group's first rank is on n1.
 type groupRig struct {
-	t        *testing.T
-	network  memnet.Network
-	store    *store
-	feed     *feed
-	replicas []*replica
-	links    *links
-	nodes    []*Ingress
-	engine   *stepEngine
-	client   *http.Client
-	served   sync.WaitGroup
-	ends     []func() error
+	*rig
+	links  *links
+	nodes  []*Ingress
+	engine *stepEngine
 }
 
 // stepEngine is the engine of all ranks: a prompt takes prefill, then tokens come one after each gap.
@@ -139,7 +132,7 @@ func inGroupRig(t *testing.T, o groupOptions, test func(t *testing.T, g *groupRi
 func newGroupRig(t *testing.T, o groupOptions) *groupRig {
 	t.Helper()
 	g := &groupRig{
-		t: t, store: newStore(), feed: &feed{},
+		rig: newFrame(t, &options{network: &memnet.Network{}}), links: newLinks(),
 		engine: &stepEngine{prefill: 100 * time.Millisecond, gap: 50 * time.Millisecond, tokens: 10},
 	}
 	a := demoApp()
@@ -150,17 +143,12 @@ func newGroupRig(t *testing.T, o groupOptions) *groupRig {
 		o.app(a)
 	}
 	for i := range a.NumReplicas {
-		group, n := i/o.ranks, i%o.ranks
-		host := fmt.Sprintf("engine%d:80", i)
-		g.replicas = append(g.replicas, &replica{
-			feed: g.feed, app: a.Name, unit: fmt.Sprintf("%s/%d", a.Name, group), id: routing.ID(group, n),
-			url: "http://" + host, max: o.max, owned: true, node: "n1", stopped: make(chan struct{}),
-			epoch: 1, incarnation: uint64(1000 + i), accepting: true, open: map[uint64]msg.Admit{},
-		})
-		g.listen(host, g.engine.serve(i))
+		group, url := i/o.ranks, g.serve(g.engine.serve(i))
+		unit := fmt.Sprintf("%s/%d", a.Name, group)
+		g.feed.add(a.Name, unit, routing.ID(group, i%o.ranks), url, o.max).node = "n1"
 	}
-	g.feed.replicas = g.replicas
-	deploy(t, g.store, a, 1)
+	g.replicas = g.feed.replicas
+	g.deploy(a, 1)
 	g.store.set(func(st *state.State) {
 		for i := range o.ingresses {
 			name := fmt.Sprintf("n%d", i+1)
@@ -169,7 +157,6 @@ func newGroupRig(t *testing.T, o groupOptions) *groupRig {
 	})
 	fan := fanFeed{g.feed, &sinks{}}
 	g.feed.sink = fan.sinks
-	g.links = newLinks()
 	for i := range o.ingresses {
 		name := fmt.Sprintf("n%d", i+1)
 		c := Config{
@@ -184,23 +171,15 @@ func newGroupRig(t *testing.T, o groupOptions) *groupRig {
 		l, err := g.network.Listen(name + ":80")
 		require.NoError(t, err)
 		require.NoError(t, in.Attach(l))
-		g.served.Go(func() { assert.NoError(t, in.Serve()) })
+		go func() { assert.NoError(t, in.Serve()) }()
 		g.nodes = append(g.nodes, in)
 	}
 	tr := &http.Transport{DialContext: g.network.DialContext, MaxIdleConnsPerHost: 100}
 	g.client = &http.Client{Transport: tr}
-	g.ends = append(g.ends, func() error { tr.CloseIdleConnections(); return nil })
+	t.Cleanup(tr.CloseIdleConnections)
 	time.Sleep(time.Second) // links are up
 	synctest.Wait()
 	return g
-}
-
-func (g *groupRig) listen(host string, h http.Handler) {
-	l, err := g.network.Listen(host)
-	require.NoError(g.t, err)
-	server := &http.Server{Handler: h, ReadHeaderTimeout: time.Minute}
-	g.served.Go(func() { _ = server.Serve(l) })
-	g.ends = append(g.ends, server.Close)
 }
 
 func (g *groupRig) close() {
@@ -231,10 +210,6 @@ func (g *groupRig) close() {
 		assert.Zero(g.t, inflight)
 	}
 	g.links.close()
-	for _, end := range g.ends {
-		require.NoError(g.t, end())
-	}
-	g.served.Wait()
 }
 
 // reply is what a client has got.

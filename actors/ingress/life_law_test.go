@@ -123,7 +123,7 @@ func TestASplitRequestKillsAtMostTwoRanks(t *testing.T) {
 		for _, warm := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s, warm %v", transfer, warm), func(t *testing.T) {
 				var engines []*mortal
-				o := pairOptions{prefills: 2, decodes: 3, wrap: func(h http.Handler) string {
+				o := options{prefills: 2, decodes: 3, wrap: func(h http.Handler) string {
 					e := newMortal(t, h)
 					engines = append(engines, e)
 					return e.url
@@ -328,7 +328,7 @@ func TestLawABadRankOfThree(t *testing.T) {
 					serve(&pdEngine{}), serve(&pdEngine{}), serve(&pdEngine{}),
 				}})
 			} else {
-				g = newPairRig(t, pairOptions{prefills: 3, decodes: 3, max: 32, far: far, wrap: serve}).rig
+				g = newPairRig(t, options{prefills: 3, decodes: 3, max: 32, far: far, wrap: serve}).rig
 				bad = []int{0, 3} // the first of each pool
 			}
 			for i, policy := range policies {
@@ -347,7 +347,7 @@ func TestLawABadRankOfThree(t *testing.T) {
 
 // RP28, RP41: ranks that refuse are no attempts of a request or of a reservation, as in one pool.
 func TestRefusalsOfASplitRequest(t *testing.T) {
-	g := newPairRig(t, pairOptions{prefills: 2, decodes: 8})
+	g := newPairRig(t, options{prefills: 2, decodes: 8})
 	for _, r := range g.decodes[:6] {
 		r.setRefuse(func(*msg.Admit) msg.Refusal { return msg.NoLease })
 	}

@@ -1,11 +1,7 @@
 package ingress
 
 import (
-	"context"
-	"log/slog"
 	"net/http"
-	"net/http/httptest"
-	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -15,40 +11,29 @@ import (
 
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
-	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/test/memnet"
 )
 
-// outageRig is an ingress without sockets, in fake time, in front of one rank that is not ready.
+// outageRig is an ingress in fake time, in front of one rank that is not ready.
 type outageRig struct {
-	t     *testing.T
-	store *store
-	rank  *replica
-	in    *Ingress
+	*rig
+	rank *replica
 }
 
 func newOutageRig(t *testing.T, kind app.Kind) *outageRig {
 	t.Helper()
-	f := &feed{}
-	g := &outageRig{t: t, store: newStore(), rank: &replica{
-		feed: f, app: "demo", unit: "demo/0/0", id: routing.ID(0, 0), url: "http://127.0.0.1:1", max: 8,
-		incarnation: 7,
-		stopped:     make(chan struct{}),
-	}}
+	o := options{network: &memnet.Network{}}
+	g := &outageRig{rig: newFrame(t, &o)}
 	a := demoApp()
 	a.Engine.Kind, a.Timeouts.QueueS = kind, 60
 	if kind == app.KindAttach {
-		a.Engine.Ranks = []app.AttachRank{{URL: g.rank.url}}
+		a.Engine.Ranks = []app.AttachRank{{URL: "http://127.0.0.1:1"}}
 	}
-	deploy(t, g.store, a, 1)
+	g.deploy(a, 1)
 	g.phase(state.Fenced)
-	in, err := New(Config{
-		Node: "n1", Store: g.store, Feed: f, Metrics: telemetry.New(), Seed: 7,
-		Log: slog.New(slog.DiscardHandler),
-	})
-	require.NoError(t, err)
-	g.in = in
-	t.Cleanup(func() { require.NoError(t, in.Close(context.Background())) })
+	g.start(&o)
+	g.rank = g.feed.add("demo", "demo/0/0", routing.ID(0, 0), "http://127.0.0.1:1", o.max)
 	return g
 }
 
@@ -59,17 +44,17 @@ func (g *outageRig) phase(p state.Phase) {
 // comeBack makes the rank ready.
 func (g *outageRig) comeBack() {
 	g.phase(state.Ready)
-	g.rank.reborn()
+	g.rank.mu.Lock()
+	g.rank.snapshot()
+	g.rank.mu.Unlock()
 	synctest.Wait()
 }
 
 // ask sends a request and returns the answer, and its time.
-func (g *outageRig) ask() (rec *httptest.ResponseRecorder, took time.Duration) {
-	rec, began := httptest.NewRecorder(), time.Now()
-	req := httptest.NewRequestWithContext(g.t.Context(), http.MethodPost, "/v1/chat/completions",
-		strings.NewReader(chatBody))
-	g.in.handler.ServeHTTP(rec, req)
-	return rec, time.Since(began)
+func (g *outageRig) ask() (a answer, took time.Duration) {
+	began := time.Now()
+	a = g.post("/v1/chat/completions", chatBody)
+	return a, time.Since(began)
 }
 
 // RP17: dpserve does not start attached engines, so requests wait for them as long as a restart under a
@@ -78,15 +63,15 @@ func TestAnOutageOfAttachedEnginesIsAnsweredAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newOutageRig(t, app.KindAttach)
 		time.Sleep(defaultOutage / 2)
-		rec, took := g.ask()
-		assert.Equal(t, http.StatusServiceUnavailable, rec.Code)
-		assert.Contains(t, rec.Body.String(), "no_ready_rank")
-		assert.Equal(t, "1", rec.Header().Get("Retry-After"))
+		a, took := g.ask()
+		assert.Equal(t, http.StatusServiceUnavailable, a.status)
+		assert.Contains(t, a.body, "no_ready_rank")
+		assert.Equal(t, "1", a.header.Get("Retry-After"))
 		assert.Equal(t, defaultOutage/2, took, "what is left of the time since the outage began")
 		for range 3 {
-			rec, took = g.ask()
-			assert.Equal(t, http.StatusServiceUnavailable, rec.Code)
-			assert.Equal(t, "1", rec.Header().Get("Retry-After"))
+			a, took = g.ask()
+			assert.Equal(t, http.StatusServiceUnavailable, a.status)
+			assert.Equal(t, "1", a.header.Get("Retry-After"))
 			assert.Zero(t, took)
 			time.Sleep(time.Minute)
 		}
@@ -109,8 +94,8 @@ func TestTheNextOutageBeginsAnew(t *testing.T) {
 		g.phase(state.Fenced)
 		synctest.Wait()
 		time.Sleep(time.Second)
-		rec, took := g.ask()
-		assert.Equal(t, http.StatusServiceUnavailable, rec.Code)
+		a, took := g.ask()
+		assert.Equal(t, http.StatusServiceUnavailable, a.status)
 		assert.Equal(t, defaultOutage-time.Second, took)
 	})
 }
@@ -121,9 +106,9 @@ func TestRequestsWaitForEnginesThatDpserveStarts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newOutageRig(t, app.KindSim)
 		time.Sleep(time.Minute)
-		rec, took := g.ask()
-		assert.Contains(t, rec.Body.String(), "no_ready_rank")
-		assert.Contains(t, rec.Body.String(), "is ready, demo/0/0 restarts since 2m0s; see")
+		a, took := g.ask()
+		assert.Contains(t, a.body, "no_ready_rank")
+		assert.Contains(t, a.body, "is ready, demo/0/0 restarts since 2m0s; see")
 		assert.Equal(t, time.Minute, took)
 	})
 }
@@ -152,12 +137,12 @@ func TestNoRequestWaitsForAStartThatTakesLonger(t *testing.T) {
 			{0, 5 * time.Second, "7s", "60"}, // 65 s
 			{time.Minute, 0, "1m12s", "1"},   // it might have been there in time
 		} {
-			rec, took := g.ask()
-			assert.Equal(t, http.StatusServiceUnavailable, rec.Code)
-			assert.Contains(t, rec.Body.String(), "no_ready_rank")
-			assert.Contains(t, rec.Body.String(), "demo/0/0 restarts since "+c.since+
+			a, took := g.ask()
+			assert.Equal(t, http.StatusServiceUnavailable, a.status)
+			assert.Contains(t, a.body, "no_ready_rank")
+			assert.Contains(t, a.body, "demo/0/0 restarts since "+c.since+
 				" (rank 0 died); the last start took 1m10s")
-			assert.Equal(t, c.retryAfter, rec.Header().Get("Retry-After"))
+			assert.Equal(t, c.retryAfter, a.header.Get("Retry-After"))
 			assert.Equal(t, c.took, took)
 			time.Sleep(c.sleep)
 		}

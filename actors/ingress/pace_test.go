@@ -2,7 +2,6 @@ package ingress
 
 import (
 	"fmt"
-	"log/slog"
 	"net/http"
 	"testing"
 	"testing/synctest"
@@ -11,9 +10,6 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/telemetry"
-	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/test/memnet"
 )
 
@@ -47,41 +43,17 @@ func TestASlowReaderIsHeldToARate(t *testing.T) {
 // cut, at most most. Its engine rests between tokens.
 func readSlowly(t *testing.T, take int, rest, most time.Duration) time.Duration {
 	t.Helper()
-	var network memnet.Network
-	l, err := network.Listen("engine:80")
-	require.NoError(t, err)
-	engine := &http.Server{
-		ReadHeaderTimeout: time.Minute,
-		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	network := &memnet.Network{}
+	newRig(t, options{network: network, engines: []http.HandlerFunc{
+		func(w http.ResponseWriter, r *http.Request) {
 			drain(r)
 			for r.Context().Err() == nil {
 				sse(w, textChunk)
 				time.Sleep(rest)
 			}
-		}),
-	}
-	served := make(chan error, 2)
-	go func() { served <- engine.Serve(l) }()
-	f := &feed{}
-	rank := &replica{
-		feed: f, app: "demo", unit: "demo/0/0", id: routing.ID(0, 0), url: "http://engine:80", max: 8,
-		owned: true, stopped: make(chan struct{}),
-		epoch: 1, incarnation: 1000, accepting: true, open: map[uint64]msg.Admit{},
-	}
-	f.replicas = []*replica{rank}
-	s := newStore()
-	deploy(t, s, demoApp(), 1)
-	in, err := New(Config{
-		Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(),
-		Log: slog.New(slog.DiscardHandler), Dial: network.DialContext,
-	})
-	require.NoError(t, err)
-	front, err := network.Listen("ingress:80")
-	require.NoError(t, err)
-	require.NoError(t, in.Attach(front))
-	go func() { served <- in.Serve() }()
-
-	conn, err := network.DialContext(t.Context(), "tcp", "ingress:80")
+		},
+	}})
+	conn, err := network.DialContext(t.Context(), "tcp", "n1:80")
 	require.NoError(t, err)
 	_, err = fmt.Fprintf(conn,
 		"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s", len(streamBody),
@@ -100,12 +72,7 @@ func readSlowly(t *testing.T, take int, rest, most time.Duration) time.Duration 
 	}
 	ended := time.Since(began)
 	require.NoError(t, conn.Close())
-	require.NoError(t, in.Close(t.Context()))
-	require.NoError(t, engine.Close())
-	<-served
-	<-served
 	time.Sleep(rest)
 	synctest.Wait() // the engine's handler sees that its client has left
-	assert.Zero(t, rank.inFlight())
 	return ended
 }

@@ -12,9 +12,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -44,35 +42,17 @@ func benchPairEngine(b *testing.B) string {
 // benchPair is an ingress with a prefill rank and a decode rank that have met.
 func benchPair(b *testing.B, engine string) string {
 	b.Helper()
-	s, f := newStore(), &feed{}
-	for _, pool := range []string{app.PoolPrefill, app.PoolDecode} {
-		a := demoApp()
-		a.Pool = pool
-		a.Routing = app.Routing{Policy: "power-of-two", Preset: "documented"}
-		a.Disaggregation = &app.Disaggregation{Transfer: app.TransferSim, Decide: app.DecideAlways}
-		f.replicas = append(f.replicas, &replica{
-			feed: f, app: a.PoolName(), unit: a.PoolName() + "/0/0", url: engine, max: 1024, owned: true,
-			epoch: 1, incarnation: uint64(7 + len(pool)), accepting: true, stopped: make(chan struct{}),
-			open: map[uint64]msg.Admit{},
-		})
-		deploy(b, s, a, 1)
-	}
-	in, err := New(Config{
-		Node: "n1", Store: s, Feed: f, Metrics: telemetry.New(), Log: slog.New(slog.DiscardHandler), Seed: 1,
+	g := newPairRig(b, options{
+		prefills: 1, decodes: 1, max: 1024, cold: true, level: slog.LevelError,
+		wrap: func(http.Handler) string { return engine },
+		change: func(p, d *app.Application) {
+			p.Routing.Policy, d.Routing.Policy = "power-of-two", "power-of-two"
+		},
 	})
-	require.NoError(b, err)
-	addr, err := listen(context.Background(), in)
-	require.NoError(b, err)
-	go func() { _ = in.Serve() }()
-	b.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
-		defer cancel()
-		_ = in.Close(ctx)
+	g.in.findPair("demo").router.Update(func(t *routing.PairTable) {
+		t.SetMet(g.prefills[0].ref(), g.decodes[0].ref())
 	})
-	in.findPair("demo").router.Update(func(t *routing.PairTable) {
-		t.SetMet(f.replicas[0].ref(), f.replicas[1].ref())
-	})
-	return "http://" + addr.String()
+	return g.url
 }
 
 // BenchmarkSplitRequest compares CPU per request: of a request over a prefill rank and a decode rank, and of
@@ -80,7 +60,7 @@ func benchPair(b *testing.B, engine string) string {
 func BenchmarkSplitRequest(b *testing.B) {
 	const conc = 8
 	engine := benchPairEngine(b)
-	targets := []string{engine, benchIngress(b, engine), benchPair(b, engine)}
+	targets := []string{engine, benchIngress(b, engine, false), benchPair(b, engine)}
 	var total [3]time.Duration
 	n := max(b.N, conc) / 2
 	for _, t := range targets {

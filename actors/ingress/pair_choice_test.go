@@ -14,7 +14,7 @@ import (
 
 // TestNotSplit: what cannot be split goes to one decode rank, and is counted by its reason.
 func TestNotSplit(t *testing.T) {
-	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1})
+	g := newPairRig(t, options{prefills: 1, decodes: 1})
 	for reason, c := range map[string][2]string{
 		"several_choices": {
 			"/v1/chat/completions", `{"model":"demo","n":3,"messages":[{"role":"user","content":"hi"}]}`,
@@ -37,7 +37,7 @@ func TestNotSplit(t *testing.T) {
 // RP42: a pair takes requests only after it has met, and again after a restart of either rank.
 func TestPrewarm(t *testing.T) {
 	t.Parallel()
-	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1, cold: true})
+	g := newPairRig(t, options{prefills: 1, decodes: 1, cold: true})
 	g.awaitPairs(1)
 	g.served(g.post("/v1/chat/completions", streamBody), "remote")
 	for i, e := range []*pdEngine{g.d[0], g.p[0]} {
@@ -71,7 +71,7 @@ func TestPrewarmOfALostRank(t *testing.T) {
 			if name == "push" && !isDecode {
 				continue // the stub decode engine waits for no push
 			}
-			g := newPairRig(t, pairOptions{prefills: 1, decodes: 1, change: change})
+			g := newPairRig(t, options{prefills: 1, decodes: 1, change: change})
 			e, r, side := g.p[0], g.prefills[0], "prefill"
 			if isDecode {
 				e, r, side = g.d[0], g.decodes[0], "decode"
@@ -106,7 +106,7 @@ func TestPrewarmOfALostRank(t *testing.T) {
 
 // TestBadPairs: ranks whose engines differ are not paired, and the log says which and why.
 func TestBadPairs(t *testing.T) {
-	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1, cold: true})
+	g := newPairRig(t, options{prefills: 1, decodes: 1, cold: true})
 	p := g.in.findPair("demo")
 	p.prefill.mu.Lock()
 	p.prefill.ranks[routing.ID(0, 0)].blockSize = 16
@@ -122,7 +122,7 @@ func TestBadPairs(t *testing.T) {
 // end of their lease.
 func TestAlarm(t *testing.T) {
 	for _, far := range []bool{false, true} {
-		g := newPairRig(t, pairOptions{prefills: 1, decodes: 2, far: far})
+		g := newPairRig(t, options{prefills: 1, decodes: 2, far: far})
 		g.prefills[0].status(1) // it was so before
 		g.prefills[0].status(1)
 		g.decodes[0].status(1)
@@ -139,7 +139,7 @@ func TestAlarm(t *testing.T) {
 // TestUnknownPrefillRank: x-dpserve-prefill-rank is checked.
 func TestUnknownPrefillRank(t *testing.T) {
 	t.Parallel()
-	g := newPairRig(t, pairOptions{prefills: 2, decodes: 1})
+	g := newPairRig(t, options{prefills: 2, decodes: 1})
 	a := g.post("/v1/chat/completions", streamBody, "X-Dpserve-Prefill-Rank", "0/1")
 	g.served(a, "remote")
 	assert.Equal(t, "0/1", a.header.Get("X-Dpserve-Prefill-Rank"))
@@ -155,7 +155,7 @@ func TestUnknownPrefillRank(t *testing.T) {
 // TestDeletedPair: requests of an application that is deleted go on, and its proxy ends after them.
 func TestDeletedPair(t *testing.T) {
 	t.Parallel()
-	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1})
+	g := newPairRig(t, options{prefills: 1, decodes: 1})
 	next := make(chan struct{})
 	g.d[0].set(answers(func(w http.ResponseWriter, _ *http.Request) {
 		sse(w, roleChunk, textChunk)

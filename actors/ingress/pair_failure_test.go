@@ -46,7 +46,7 @@ func TestPrefillFails(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			g := newPairRig(t, pairOptions{prefills: 2, decodes: 1})
+			g := newPairRig(t, options{prefills: 2, decodes: 1})
 			g.p[0].set(answers(c.engine))
 			var a answer
 			// the policy takes the prefill ranks in turn: ask until the first one was the first
@@ -80,7 +80,7 @@ func (r *replica) allDones() []msg.Done {
 
 // TestDecodeRejects: a 4xx of the decode rank goes to the client as it is, streamed or not.
 func TestDecodeRejects(t *testing.T) {
-	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1})
+	g := newPairRig(t, options{prefills: 1, decodes: 1})
 	const said = `{"error":{"message":"too long","type":"BadRequestError","code":400}}`
 	g.d[0].set(answers(replies(400, said)))
 	a := g.post("/v1/chat/completions", streamBody)
@@ -111,7 +111,7 @@ func (r *replica) firstTokens() int {
 // placement.
 func TestNoPrefill(t *testing.T) {
 	t.Parallel()
-	g := newPairRig(t, pairOptions{prefills: 2, decodes: 3, change: func(p, d *app.Application) {
+	g := newPairRig(t, options{prefills: 2, decodes: 3, change: func(p, d *app.Application) {
 		p.Disaggregation.Fallback, d.Disaggregation.Fallback = app.FallbackFail, app.FallbackFail
 	}})
 	g.served(g.post("/v1/chat/completions", streamBody), "remote")
@@ -141,7 +141,7 @@ func TestNoPrefill(t *testing.T) {
 func TestSplitDeadline(t *testing.T) {
 	t.Parallel()
 	var h hangingEngine
-	g := newPairRig(t, pairOptions{prefills: 1, decodes: 1})
+	g := newPairRig(t, options{prefills: 1, decodes: 1})
 	g.p[0].set(answers(h.sends()))
 	a := g.post("/v1/chat/completions", streamBody, "X-Dpserve-Timeout-Ms", "50")
 	assert.Equal(t, "deadline_exceeded", a.code(t))

@@ -136,7 +136,7 @@ func TestLivePairEqualsExplain(t *testing.T) {
 			ways := map[string]int{}
 			for k := range 3 {
 				policy, other := policies[(3*i+k)%len(policies)], policies[(3*i+2*k+4)%len(policies)]
-				g := newPairRig(t, pairOptions{prefills: 3, decodes: 4, change: func(p, d *app.Application) {
+				g := newPairRig(t, options{prefills: 3, decodes: 4, change: func(p, d *app.Application) {
 					decide(rule)(p, d)
 					busy := 0.8
 					p.Routing.Policy, d.Routing.Policy, p.Routing.BusyThreshold = policy, other, &busy
@@ -222,7 +222,7 @@ func (g *pairRig) samePair(x *client.Explanation, req *request) {
 // RP43: both pools and what is counted stay as they were.
 func TestExplainPairChangesNothing(t *testing.T) {
 	t.Parallel()
-	g := newPairRig(t, pairOptions{prefills: 2, decodes: 2, change: decide("isl")})
+	g := newPairRig(t, options{prefills: 2, decodes: 2, change: decide("isl")})
 	p := g.in.findPair("demo")
 	prefill, decode := p.router.Routers()
 	look := func() []any {
@@ -248,7 +248,7 @@ func TestExplainPairChangesNothing(t *testing.T) {
 
 // TestExplainWithoutPrefillRanks: what live requests get is local, not a fall-back, and it says why.
 func TestExplainWithoutPrefillRanks(t *testing.T) {
-	g := newPairRig(t, pairOptions{prefills: 0, decodes: 2, change: func(p, _ *app.Application) {
+	g := newPairRig(t, options{prefills: 0, decodes: 2, change: func(p, _ *app.Application) {
 		p.Engine.Kind = app.KindAttach
 	}})
 	x, err := g.in.ExplainRoute(t.Context(), "demo", &client.Query{TokenIDs: []uint32{1, 2, 3}})
@@ -266,7 +266,7 @@ func TestExplainWithoutPrefillRanks(t *testing.T) {
 // TestReplayPair: a replay shows the pair that a live request got, and what it would get now.
 func TestReplayPair(t *testing.T) {
 	t.Parallel()
-	g := newPairRig(t, pairOptions{prefills: 2, decodes: 2, change: func(p, d *app.Application) {
+	g := newPairRig(t, options{prefills: 2, decodes: 2, change: func(p, d *app.Application) {
 		decide("always")(p, d)
 		p.Routing.Policy, d.Routing.Policy = "scoring", "scoring"
 	}})
@@ -299,7 +299,7 @@ func TestReplayPair(t *testing.T) {
 // TestPairInfo: router show has the rule, and both pools.
 func TestPairInfo(t *testing.T) {
 	t.Parallel()
-	g := newPairRig(t, pairOptions{prefills: 2, decodes: 3, change: decide("uncached>=5")})
+	g := newPairRig(t, options{prefills: 2, decodes: 3, change: decide("uncached>=5")})
 	g.served(g.post("/v1/completions", `{"model":"demo","prompt":[1,2,3,4,5,6,7,8]}`), "remote")
 	g.served(g.post("/v1/completions", `{"model":"demo","prompt":[1,2,3]}`), "local")
 	info, err := g.in.RouterInfo("demo")
@@ -329,7 +329,7 @@ func TestPairInfo(t *testing.T) {
 func TestPairReservation(t *testing.T) {
 	for name, far := range map[string]bool{"near": false, "far": true} {
 		t.Run(name, func(t *testing.T) {
-			g := newPairRig(t, pairOptions{prefills: 1, decodes: 1, far: far})
+			g := newPairRig(t, options{prefills: 1, decodes: 1, far: far})
 			p, d := g.prefills[0], g.decodes[0]
 			ids := make([]uint32, 100)
 			q := &client.BestWorkerRequest{TokenIDs: ids, RequestID: "r1"}
@@ -376,7 +376,7 @@ func TestPairReservation(t *testing.T) {
 // RP41: if a rank does not admit, nothing stays counted on the other.
 func TestPairReservationIsRefused(t *testing.T) {
 	t.Parallel()
-	g := newPairRig(t, pairOptions{prefills: 2, decodes: 1})
+	g := newPairRig(t, options{prefills: 2, decodes: 1})
 	refuse := func(*msg.Admit) msg.Refusal { return msg.Draining }
 	q := &client.BestWorkerRequest{TokenIDs: make([]uint32, 100), RequestID: "r1"}
 	g.prefills[0].setRefuse(refuse)
@@ -407,7 +407,7 @@ func TestPairReservationIsRefused(t *testing.T) {
 
 // RP43: a rank of role both gets what is not split, and explain says so.
 func TestExplainWhereEnginesTakeNoPlainRequest(t *testing.T) {
-	g := newPairRig(t, pairOptions{prefills: 1, decodes: 3, cold: true, change: func(p, d *app.Application) {
+	g := newPairRig(t, options{prefills: 1, decodes: 3, cold: true, change: func(p, d *app.Application) {
 		attachPools(app.TransferSGLang, app.AttachPD{Bootstrap: "http://127.0.0.1:1"})(p, d)
 		d.Engine.Ranks[1].Role = app.RoleBoth
 		d.Routing.Policy = "least-loaded"
@@ -431,7 +431,7 @@ func TestExplainWhereEnginesTakeNoPlainRequest(t *testing.T) {
 
 // RP41: both places come back by themselves.
 func TestPairReservationExpires(t *testing.T) {
-	g := newPairRig(t, pairOptions{
+	g := newPairRig(t, options{
 		prefills: 1, decodes: 1, timers: Timers{Reservation: 20 * time.Millisecond},
 	})
 	_, err := g.in.BestWorker(t.Context(), "demo",
@@ -446,7 +446,7 @@ func TestPairReservationExpires(t *testing.T) {
 // TestExplainWhereFallbackFails: a decode rank that has met a prefill rank is taken before the request is
 // refused, by live requests and by explain.
 func TestExplainWhereFallbackFails(t *testing.T) {
-	g := newPairRig(t, pairOptions{prefills: 1, decodes: 3, change: func(p, d *app.Application) {
+	g := newPairRig(t, options{prefills: 1, decodes: 3, change: func(p, d *app.Application) {
 		d.Routing.Policy = "least-loaded"
 		p.Disaggregation.Fallback, d.Disaggregation.Fallback = app.FallbackFail, app.FallbackFail
 	}})

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -18,9 +17,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
-	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
-	"github.com/dpserve/dpserve/test/memnet"
 )
 
 // pdEngine is an engine of a pool. It answers prefill legs with parameters, and all other requests with a
@@ -117,42 +114,17 @@ type pairRig struct {
 	*rig
 	prefills, decodes []*replica
 	p, d              []*pdEngine
-	metrics           *telemetry.Metrics
 }
 
-// pairOptions change the rig before it starts.
-type pairOptions struct {
-	prefills, decodes int
-	change            func(p, d *app.Application)
-	far               bool
-	address           msg.Target
-	timers            Timers
-	max               int
-	cold              bool // do not wait until all pairs have met
-	level             slog.Level
-	wrap              func(engine http.Handler) string // serves the engine, and returns its URL
-	network           *memnet.Network                  // of the ingress, in fake time; nil: the host's
-}
-
-func newPairRig(t *testing.T, o pairOptions) *pairRig {
+func newPairRig(t testing.TB, o options) *pairRig {
 	t.Helper()
-	g := &pairRig{
-		rig:     &rig{t: t, store: newStore(), feed: &feed{}, logs: &syncBuffer{}},
-		metrics: telemetry.New(),
-	}
-	if o.max == 0 {
-		o.max = 8
-	}
+	g := &pairRig{rig: newFrame(t, &o)}
 	if o.wrap == nil {
-		o.wrap = func(engine http.Handler) string {
-			srv := httptest.NewServer(engine)
-			t.Cleanup(func() { srv.CloseClientConnections(); srv.Close() })
-			return srv.URL
-		}
+		o.wrap = g.serve
 	}
-	specs := [2]*app.Application{demoApp(), demoApp()}
+	specs, counts := [2]*app.Application{demoApp(), demoApp()}, [2]int{o.prefills, o.decodes}
 	for side, pool := range [...]string{app.PoolPrefill, app.PoolDecode} {
-		a, n := specs[side], [...]int{o.prefills, o.decodes}[side]
+		a, n := specs[side], counts[side]
 		a.Pool = pool
 		a.Disaggregation = &app.Disaggregation{
 			Transfer: app.TransferSim, Decide: app.DecideAlways, Fallback: app.FallbackLocal,
@@ -162,57 +134,22 @@ func newPairRig(t *testing.T, o pairOptions) *pairRig {
 	if o.change != nil {
 		o.change(specs[0], specs[1])
 	}
+	var engines []*pdEngine
 	for side, a := range specs {
-		for i := range [...]int{o.prefills, o.decodes}[side] {
+		for i := range counts[side] {
 			e := &pdEngine{name: fmt.Sprintf("%s-%d", a.Pool, i)}
+			engines = append(engines, e)
 			unit := fmt.Sprintf("%s/0/%d", a.PoolName(), i)
 			if a.DataParallel.Coupling == app.Lockstep {
 				unit = a.PoolName() + "/0"
 			}
-			r := &replica{
-				feed: g.feed, app: a.PoolName(), unit: unit, id: routing.ID(0, i),
-				url: o.wrap(e), max: o.max, owned: true, address: o.address, stopped: make(chan struct{}),
-				epoch: 1, incarnation: uint64(1000 + 100*side + i), accepting: true,
-				open: map[uint64]msg.Admit{},
-			}
-			if side == 0 {
-				g.prefills, g.p = append(g.prefills, r), append(g.p, e)
-			} else {
-				g.decodes, g.d = append(g.decodes, r), append(g.d, e)
-			}
-			g.replicas = append(g.replicas, r)
+			g.feed.add(a.PoolName(), unit, routing.ID(0, i), o.wrap(e), o.max).address = o.address
 		}
-	}
-	g.feed.replicas = g.replicas
-	for _, a := range specs {
 		g.deploy(a, 1)
 	}
-	c := Config{
-		Node: "n1", Version: "v-test", Store: g.store, Feed: g.feed, Metrics: g.metrics, Seed: 7,
-		Timers: o.timers, Log: slog.New(slog.NewTextHandler(g.logs, &slog.HandlerOptions{Level: o.level})),
-	}
-	if o.far {
-		for _, r := range g.replicas {
-			r.node = "n2"
-		}
-		g.port = newDataPort(t, g.feed, nil, o.timers.Admit)
-		c.Remote = g.port.client
-	}
-	if o.network != nil {
-		c.Dial = o.network.DialContext
-	}
-	in, err := New(c)
-	require.NoError(t, err)
-	g.in = in
-	if o.network != nil {
-		l, err := o.network.Listen("n1:80")
-		require.NoError(t, err)
-		require.NoError(t, in.Attach(l))
-		go func() { _ = in.Serve() }()
-		g.url, g.client = "http://n1:80", &http.Client{Transport: &http.Transport{DialContext: c.Dial}}
-	} else {
-		g.url, g.client = serveRig(t, in, g.atRest)
-	}
+	g.p, g.d = engines[:o.prefills], engines[o.prefills:]
+	g.prefills, g.decodes = g.feed.replicas[:o.prefills], g.feed.replicas[o.prefills:]
+	g.start(&o)
 	if !o.cold {
 		g.awaitPairs(o.prefills * o.decodes)
 	}
@@ -267,7 +204,7 @@ func (g *pairRig) leased(r *replica) (n int64) {
 }
 
 // page is all series.
-func (g *pairRig) page() string {
+func (g *rig) page() string {
 	rec := httptest.NewRecorder()
 	g.metrics.Handler().ServeHTTP(rec,
 		httptest.NewRequestWithContext(context.Background(), http.MethodGet, "/metrics", nil))
@@ -275,7 +212,7 @@ func (g *pairRig) page() string {
 }
 
 // metric is the value of a series, "" if there is none.
-func (g *pairRig) metric(series string) string {
+func (g *rig) metric(series string) string {
 	for _, line := range strings.Split(g.page(), "\n") {
 		if value, ok := strings.CutPrefix(line, series+" "); ok {
 			return value
@@ -284,7 +221,7 @@ func (g *pairRig) metric(series string) string {
 	return ""
 }
 
-func (g *pairRig) requireMetric(series, value string) {
+func (g *rig) requireMetric(series, value string) {
 	g.t.Helper()
 	assert.Equal(g.t, value, g.metric(series), series)
 }

@@ -14,7 +14,7 @@ import (
 func TestSplit(t *testing.T) {
 	for name, far := range map[string]bool{"near": false, "far": true} {
 		t.Run(name, func(t *testing.T) {
-			g := newPairRig(t, pairOptions{prefills: 1, decodes: 1, far: far})
+			g := newPairRig(t, options{prefills: 1, decodes: 1, far: far})
 			for i, body := range []string{streamBody, chatBody} {
 				a := g.post("/v1/chat/completions", body, "X-Request-Id", "mine")
 				g.served(a, "remote")
@@ -54,7 +54,7 @@ func TestSplit(t *testing.T) {
 func TestHeldAddressing(t *testing.T) {
 	for mode, far := range map[string]bool{"header": false, "body": true} {
 		t.Run(mode, func(t *testing.T) {
-			g := newPairRig(t, pairOptions{
+			g := newPairRig(t, options{
 				prefills: 1, decodes: 1, far: far, address: msg.Target{Addressing: mode, Selector: 6},
 			})
 			g.served(g.post("/v1/chat/completions", streamBody), "remote")

@@ -89,7 +89,7 @@ const lapse = 500 * time.Millisecond
 
 const soon = 5 * time.Second
 
-func eventually(t *testing.T, what func() bool, text string) {
+func eventually(t testing.TB, what func() bool, text string) {
 	t.Helper()
 	require.Eventually(t, what, soon, time.Millisecond, text)
 }

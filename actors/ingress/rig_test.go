@@ -27,6 +27,7 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/test/memnet"
 	"github.com/dpserve/dpserve/test/parallel"
 )
 
@@ -180,6 +181,17 @@ type replica struct {
 	busy        bool   // its engine said so, and for how long
 	demands     []bool // what it was told of waiting requests
 	held        []*msg.Admit
+}
+
+// add makes a rank that accepts, at its first epoch.
+func (f *feed) add(owner, unit string, id routing.RankID, url string, max int) *replica {
+	r := &replica{
+		feed: f, app: owner, unit: unit, id: id, url: url, max: max, owned: true,
+		stopped: make(chan struct{}), epoch: 1, incarnation: uint64(1000 + len(f.replicas)), accepting: true,
+		open: map[uint64]msg.Admit{},
+	}
+	f.replicas = append(f.replicas, r)
+	return r
 }
 
 // maxDones is how many Dones a replica keeps.
@@ -401,7 +413,7 @@ func (r *replica) granted() int {
 
 // rig is an ingress with fake replicas and engines behind it.
 type rig struct {
-	t        *testing.T
+	t        testing.TB
 	store    *store
 	feed     *feed
 	in       *Ingress
@@ -409,7 +421,10 @@ type rig struct {
 	replicas []*replica
 	logs     *syncBuffer
 	client   *http.Client
-	port     *dataPort // far only
+	metrics  *telemetry.Metrics
+	port     *dataPort       // far only
+	network  *memnet.Network // of the ingress and its engines, in fake time; nil: the host's
+	served   int             // engines so far
 }
 
 type syncBuffer struct {
@@ -440,12 +455,19 @@ type options struct {
 	memory  func() memoryUse // of a process with a limit of 1,000 bytes
 	noApp   bool
 	level   slog.Level
-	address msg.Target  // Addressing and Selector of all ranks
-	far     bool        // the ranks are those of another node …
-	home    int         // … but this many at the end
-	lease   func() bool // of the node that has the ranks
+	address msg.Target      // Addressing and Selector of all ranks
+	far     bool            // the ranks are those of another node …
+	home    int             // … but this many at the end
+	lease   func() bool     // of the node that has the ranks
+	network *memnet.Network // of the ingress and its engines, in fake time; nil: the host's
 	keys    func() *apikeys.Set
 	tls     *tls.Config
+
+	// of two pools
+	prefills, decodes int
+	change            func(p, d *app.Application)
+	cold              bool                             // do not wait until all pairs have met
+	wrap              func(engine http.Handler) string // serves an engine, and returns its URL
 }
 
 const model1 = "demo"
@@ -463,22 +485,16 @@ func demoApp() *app.Application {
 }
 
 // isFar reports whether the ranks of a test's rig are those of another node.
-func isFar(t *testing.T) bool {
+func isFar(t testing.TB) bool {
 	return strings.HasPrefix(t.Name(), "TestFar/")
 }
 
-func newRig(t *testing.T, o options) *rig {
+func newRig(t testing.TB, o options) *rig {
 	t.Helper()
-	g := &rig{t: t, store: newStore(), feed: &feed{}, logs: &syncBuffer{}}
-	if o.max == 0 {
-		o.max = 8
-	}
-	o.far = o.far || isFar(t)
-	urls := []string{}
+	g := newFrame(t, &o)
+	var urls []string
 	for _, e := range o.engines {
-		srv := httptest.NewServer(e)
-		t.Cleanup(func() { srv.CloseClientConnections(); srv.Close() })
-		urls = append(urls, srv.URL)
+		urls = append(urls, g.serve(e))
 	}
 	urls = append(urls, o.urls...)
 	a := demoApp()
@@ -487,20 +503,47 @@ func newRig(t *testing.T, o options) *rig {
 		o.app(a)
 	}
 	for i, u := range urls {
-		r := &replica{
-			feed: g.feed, app: a.Name, unit: fmt.Sprintf("%s/0/%d", a.Name, i), id: routing.ID(0, i), url: u,
-			max: o.max, owned: true, address: o.address,
-			stopped: make(chan struct{}), epoch: 1, incarnation: uint64(1000 + i), accepting: true,
-			open: map[uint64]msg.Admit{},
-		}
-		g.replicas = append(g.replicas, r)
+		unit := fmt.Sprintf("%s/0/%d", a.Name, i)
+		g.feed.add(a.Name, unit, routing.ID(0, i), u, o.max).address = o.address
 	}
-	g.feed.replicas = g.replicas
 	if !o.noApp {
 		g.deploy(a, 1)
 	}
+	g.start(&o)
+	return g
+}
+
+// newFrame is a rig without ranks and ingress.
+func newFrame(t testing.TB, o *options) *rig {
+	o.max, o.far = cmp.Or(o.max, 8), o.far || isFar(t)
+	return &rig{
+		t: t, store: newStore(), feed: &feed{}, logs: &syncBuffer{}, metrics: telemetry.New(),
+		network: o.network,
+	}
+}
+
+// serve serves an engine until the test ends, and returns its URL.
+func (g *rig) serve(engine http.Handler) string {
+	if g.network == nil {
+		srv := httptest.NewServer(engine)
+		g.t.Cleanup(func() { srv.CloseClientConnections(); srv.Close() })
+		return srv.URL
+	}
+	host := fmt.Sprintf("engine%d:80", g.served)
+	g.served++
+	l, err := g.network.Listen(host)
+	require.NoError(g.t, err)
+	srv := &http.Server{Handler: engine, ReadHeaderTimeout: time.Minute}
+	go func() { _ = srv.Serve(l) }()
+	g.t.Cleanup(func() { require.NoError(g.t, srv.Close()) })
+	return "http://" + host
+}
+
+// start begins to serve the ingress until the test ends, and then looks at what is left.
+func (g *rig) start(o *options) {
+	g.replicas = g.feed.replicas
 	c := Config{
-		Node: "n1", Version: "v-test", Store: g.store, Feed: g.feed, Metrics: telemetry.New(), Seed: 7,
+		Node: "n1", Version: "v-test", Store: g.store, Feed: g.feed, Metrics: g.metrics, Seed: 7,
 		Limits: o.limits, Timers: o.timers, Serves: o.lease, TLS: o.tls,
 		Log: slog.New(slog.NewTextHandler(g.logs, &slog.HandlerOptions{Level: o.level})),
 	}
@@ -508,17 +551,40 @@ func newRig(t *testing.T, o options) *rig {
 		c.Keys, c.Access = o.keys, c.Metrics.Access()
 	}
 	if o.far {
-		g.port = g.dataPort(&o)
+		g.port = g.dataPort(o)
 		c.Serves, c.Remote = nil, g.port.client
 	}
+	if g.network != nil {
+		c.Dial = g.network.DialContext
+	}
 	in, err := New(c)
-	require.NoError(t, err)
+	require.NoError(g.t, err)
+	g.in = in
 	if o.memory != nil {
 		in.memory.limit, in.memory.read = 1000, o.memory
 	}
-	g.in = in
-	g.url, g.client = serveRig(t, in, g.atRest)
-	return g
+	if g.network == nil {
+		addr, err := listen(g.t.Context(), in)
+		require.NoError(g.t, err)
+		g.url = "http://" + addr.String()
+	} else {
+		l, err := g.network.Listen("n1:80")
+		require.NoError(g.t, err)
+		require.NoError(g.t, in.Attach(l))
+		g.url = "http://n1:80"
+	}
+	served := make(chan error, 1)
+	go func() { served <- in.Serve() }()
+	tr := &http.Transport{DisableCompression: true, MaxIdleConnsPerHost: 512, DialContext: c.Dial}
+	g.client = &http.Client{Transport: tr}
+	g.t.Cleanup(func() {
+		tr.CloseIdleConnections()
+		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+		defer cancel()
+		require.NoError(g.t, in.Close(ctx))
+		require.NoError(g.t, <-served)
+		g.atRest()
+	})
 }
 
 // atRest requires that nothing is in flight, nothing is queued, and no memory of bodies is held.
@@ -657,22 +723,3 @@ const (
 	wholeAnswer = `{"id":"c","choices":[{"index":0,"message":{"content":"a"},"finish_reason":"stop"}],` +
 		`"usage":{"prompt_tokens":5,"total_tokens":6,"completion_tokens":1}}`
 )
-
-// serveRig serves in until the test ends, and then looks at what is left. It returns its URL and a client.
-func serveRig(t *testing.T, in *Ingress, atRest func()) (string, *http.Client) {
-	t.Helper()
-	addr, err := listen(t.Context(), in)
-	require.NoError(t, err)
-	served := make(chan error, 1)
-	go func() { served <- in.Serve() }()
-	tr := &http.Transport{DisableCompression: true, MaxIdleConnsPerHost: 512}
-	t.Cleanup(func() {
-		tr.CloseIdleConnections()
-		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
-		defer cancel()
-		require.NoError(t, in.Close(ctx))
-		require.NoError(t, <-served)
-		atRest()
-	})
-	return "http://" + addr.String(), &http.Client{Transport: tr}
-}

@@ -114,7 +114,7 @@ func TestSoak(t *testing.T) {
 			s := &soak{}
 			var g *rig
 			if kind == "pairs" {
-				g = newPairRig(t, pairOptions{
+				g = newPairRig(t, options{
 					prefills: 2, decodes: 3, max: 6,
 					wrap: func(h http.Handler) string { return s.serve(t, h) },
 				}).rig

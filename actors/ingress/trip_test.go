@@ -181,7 +181,7 @@ func TestANamedRankThatIsTrippedIsAsked(t *testing.T) {
 		app:     func(a *app.Application) { a.Routing.Policy = "direct" },
 	})
 	g.replicas[1].trip()
-	pair := newPairRig(t, pairOptions{prefills: 1, decodes: 3})
+	pair := newPairRig(t, options{prefills: 1, decodes: 3})
 	pair.decodes[1].trip()
 	for _, g := range []*rig{g, pair.rig} {
 		a := g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "0/1")

@@ -2,7 +2,6 @@ package ingress
 
 import (
 	"net/http"
-	"net/http/httptest"
 	"strings"
 	"testing"
 	"time"
@@ -161,11 +160,8 @@ func TestPicksOfARemovedRankAreForgotten(t *testing.T) {
 // picksOf returns the samples of dpserve_router_picks_total.
 func picksOf(t *testing.T, g *rig) []string {
 	t.Helper()
-	rec := httptest.NewRecorder()
-	g.in.metrics.Handler().ServeHTTP(rec,
-		httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
 	var out []string
-	for line := range strings.Lines(rec.Body.String()) {
+	for line := range strings.Lines(g.page()) {
 		if strings.HasPrefix(line, "dpserve_router_picks_total{") {
 			out = append(out, line)
 		}
