@@ -271,12 +271,17 @@ type links struct {
 	mu     sync.Mutex
 	peers  map[string]msg.GroupPeer
 	queues map[[2]string]chan msg.GroupMessage // from, to
+	cut    map[[2]string]bool
+	isDown map[[2]string]bool
 	done   sync.WaitGroup
 	ended  bool
 }
 
 func newLinks() *links {
-	return &links{peers: map[string]msg.GroupPeer{}, queues: map[[2]string]chan msg.GroupMessage{}}
+	return &links{
+		peers: map[string]msg.GroupPeer{}, queues: map[[2]string]chan msg.GroupMessage{},
+		cut: map[[2]string]bool{}, isDown: map[[2]string]bool{},
+	}
 }
 
 // linksOf are the links of one node.
@@ -296,16 +301,16 @@ func (l linksOf) Bind(p msg.GroupPeer) {
 func (l linksOf) Reach(node string) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.peers[node] != nil
+	return l.peers[node] != nil && !l.isDown[[2]string{l.node, node}]
 }
 
 func (l linksOf) Send(node string, m *msg.GroupMessage) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.ended {
+	way := [2]string{l.node, node}
+	if l.isDown[way] || l.isDown[[2]string{node, l.node}] || l.ended {
 		return false
 	}
-	way := [2]string{l.node, node}
 	q := l.queues[way]
 	if q == nil {
 		q = make(chan msg.GroupMessage, 20_000)
@@ -322,10 +327,39 @@ func (l *links) carry(way [2]string, q chan msg.GroupMessage) {
 	for m := range q {
 		time.Sleep(time.Millisecond)
 		l.mu.Lock()
-		to := l.peers[way[1]]
+		lost, to := l.cut[way] || l.isDown[way], l.peers[way[1]]
 		l.mu.Unlock()
-		to.ReceiveGroup(way[0], &m)
+		if !lost {
+			to.ReceiveGroup(way[0], &m)
+		}
 	}
+}
+
+// fail loses what one node sends to another from now on. Both notice after a second.
+func (l *links) fail(from, to string) {
+	l.mu.Lock()
+	l.cut[[2]string{from, to}] = true
+	l.mu.Unlock()
+	time.Sleep(time.Second)
+	l.mu.Lock()
+	l.isDown[[2]string{from, to}], l.isDown[[2]string{to, from}] = true, true
+	a, b := l.peers[from], l.peers[to]
+	l.mu.Unlock()
+	a.OwnerChanged(to)
+	b.OwnerChanged(from)
+	a.HolderLost(to)
+	b.HolderLost(from)
+}
+
+// mend ends fail.
+func (l *links) mend(from, to string) {
+	l.mu.Lock()
+	clear(l.cut)
+	clear(l.isDown)
+	a, b := l.peers[from], l.peers[to]
+	l.mu.Unlock()
+	a.OwnerChanged(to)
+	b.OwnerChanged(from)
 }
 
 func (l *links) close() {

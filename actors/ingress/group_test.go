@@ -74,3 +74,22 @@ func TestOneQueueForAllIngresses(t *testing.T) {
 		}
 	})
 }
+
+// LG22: the owner of the queue is not reached any more, because it has died, or because one direction is cut.
+// What waits goes to the next owner, keeps its place in time, and is answered once. When the owner is back,
+// it has the queue again.
+func TestTheOwnerIsLost(t *testing.T) {
+	t.Parallel()
+	for name, cut := range map[string][2]string{
+		"to the owner": {"n2", "n1"}, "from the owner": {"n1", "n2"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			inGroupRig(t, groupOptions{ranks: 4, ingresses: 3, max: 4}, func(t *testing.T, g *groupRig) {
+				g.engine.prefill, g.engine.tokens = 400*time.Millisecond, 20 // more than the ranks can do
+				time.AfterFunc(700*time.Millisecond, func() { g.links.fail(cut[0], cut[1]) })
+				time.AfterFunc(2900*time.Millisecond, func() { g.links.mend(cut[0], cut[1]) })
+				g.allAnswered(g.load(60, 50*time.Millisecond, g.spread(3000)), 9*time.Second)
+			})
+		})
+	}
+}

@@ -114,7 +114,7 @@ func TestARequestKillsAtMostTwoRanks(t *testing.T) {
 func TestASplitRequestKillsAtMostTwoRanks(t *testing.T) {
 	const worker = `{"engine_id":"e7","worker_addr":{"0":{"0":"tcp://10.0.0.1:1"}}}`
 	bootstrap := httptest.NewServer(replies(200, `{"0":`+worker+`,"1":`+worker+`}`))
-	defer bootstrap.Close()
+	t.Cleanup(bootstrap.Close)
 	for transfer, pd := range map[string]app.AttachPD{
 		app.TransferNIXL:     {},
 		app.TransferNIXLPush: {EngineID: "e1", SideChannel: "10.0.0.1:5600", TPSize: 2},
@@ -122,6 +122,7 @@ func TestASplitRequestKillsAtMostTwoRanks(t *testing.T) {
 	} {
 		for _, warm := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s, warm %v", transfer, warm), func(t *testing.T) {
+				t.Parallel()
 				var engines []*mortal
 				o := options{prefills: 2, decodes: 3, wrap: func(h http.Handler) string {
 					e := newMortal(t, h)

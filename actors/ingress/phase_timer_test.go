@@ -6,6 +6,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/test/memnet"
 )
 
 // RP50: a gap whose rank is looked at each 8 s, checked as the phase timer does.
@@ -59,66 +61,70 @@ func pauses(silence time.Duration) http.HandlerFunc {
 
 // RP50: TestASilentStreamGoesOn, though nothing shows whether its engine works.
 func TestASilentStreamGoesOn(t *testing.T) {
-	t.Parallel()
-	g := newRig(t, options{
-		engines: []http.HandlerFunc{pauses(time.Second)},
-		app:     func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.2 },
-	})
-	var clients sync.WaitGroup
-	for range 6 { // more than trip a rank
-		clients.Go(func() {
-			a := g.post("/v1/chat/completions", streamBody)
-			assert.NoError(t, a.err) //nolint:testifylint // require must not run outside the test's goroutine
-			assert.True(t, strings.HasSuffix(a.body, "data: [DONE]\n\n"), a.body)
+	synctest.Test(t, func(t *testing.T) {
+		g := newRig(t, options{
+			network: &memnet.Network{}, engines: []http.HandlerFunc{pauses(20 * time.Second)},
+			app: func(a *app.Application) { a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 30, 5 },
 		})
-	}
-	clients.Wait()
-	r := g.replicas[0]
-	eventually(t, func() bool {
+		var clients sync.WaitGroup
+		for range 6 { // more than trip a rank
+			clients.Go(func() {
+				a := g.post("/v1/chat/completions", streamBody)
+				assert.NoError(t, a.err) //nolint:testifylint // require must not run outside the test's goroutine
+				assert.True(t, strings.HasSuffix(a.body, "data: [DONE]\n\n"), a.body)
+			})
+		}
+		clients.Wait()
+		r := g.replicas[0]
+		eventually(t, func() bool {
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			return len(r.dones) == 6
+		}, "every ticket is returned")
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		return len(r.dones) == 6
-	}, "every ticket is returned")
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for _, done := range r.dones {
-		assert.Equal(t, msg.OK, done.Outcome)
-	}
+		for _, done := range r.dones {
+			assert.Equal(t, msg.OK, done.Outcome)
+		}
+	})
 }
 
 // RP50: a stream that is silent for `first_token_s` ends with `stalled`, and its rank is not ejected for it.
 func TestAStreamThatStaysSilentIsCutInTheEndAndTripsNothing(t *testing.T) {
-	t.Parallel()
-	var h hangingEngine
-	g := newRig(t, options{engines: []http.HandlerFunc{h.sends(textChunk)}, app: func(a *app.Application) {
-		a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 1, 0.2
-	}})
-	a := g.post("/v1/chat/completions", streamBody)
-	require.Error(t, a.err)
-	assert.Contains(t, a.body, `"code":"stalled"`)
-	done := g.replicas[0].lastDone(t)
-	assert.Equal(t, "silent_stream", done.Cause)
-	assert.False(t, done.Trip)
+	synctest.Test(t, func(t *testing.T) {
+		var h hangingEngine
+		o := options{network: &memnet.Network{}, engines: []http.HandlerFunc{h.sends(textChunk)}}
+		o.app = func(a *app.Application) { a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 30, 5 }
+		g := newRig(t, o)
+		a := g.post("/v1/chat/completions", streamBody)
+		require.Error(t, a.err)
+		assert.Contains(t, a.body, `"code":"stalled"`)
+		done := g.replicas[0].lastDone(t)
+		assert.Equal(t, "silent_stream", done.Cause)
+		assert.False(t, done.Trip)
+	})
 }
 
 // TestALongWholeAnswerGoesOnToo: an answer that is too long to be held is relayed as it arrives, and
 // may pause in the same way.
 func TestALongWholeAnswerGoesOnToo(t *testing.T) {
-	t.Parallel()
-	g := newRig(t, options{
-		app: func(a *app.Application) { a.Timeouts.BetweenTokensS = 0.2 },
-		engines: []http.HandlerFunc{
-			func(w http.ResponseWriter, r *http.Request) {
-				drain(r)
-				w.Header().Set("Content-Type", "application/json")
-				_, _ = io.WriteString(w, strings.Repeat(" ", maxWhole+1))
-				w.(http.Flusher).Flush()
-				time.Sleep(time.Second)
-				_, _ = io.WriteString(w, wholeAnswer)
+	synctest.Test(t, func(t *testing.T) {
+		g := newRig(t, options{
+			network: &memnet.Network{},
+			app:     func(a *app.Application) { a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 30, 5 },
+			engines: []http.HandlerFunc{
+				func(w http.ResponseWriter, r *http.Request) {
+					drain(r)
+					w.Header().Set("Content-Type", "application/json")
+					_, _ = io.WriteString(w, strings.Repeat(" ", maxWhole+1))
+					w.(http.Flusher).Flush()
+					time.Sleep(20 * time.Second)
+					_, _ = io.WriteString(w, wholeAnswer)
+				},
 			},
-		},
+		})
+		a := g.post("/v1/chat/completions", chatBody)
+		require.NoError(t, a.err)
+		assert.True(t, strings.HasSuffix(a.body, wholeAnswer))
 	})
-	a := g.post("/v1/chat/completions", chatBody)
-	require.NoError(t, a.err)
-	assert.True(t, strings.HasSuffix(a.body, wholeAnswer))
 }

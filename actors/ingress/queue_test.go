@@ -381,7 +381,10 @@ func TestRT3WaitingForRoom(t *testing.T) {
 		n = 20
 	}
 	e := newGatedEngine()
-	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 1})
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
+		app: func(a *app.Application) { a.Timeouts.QueueS = 600 },
+	})
 	first := make(chan answer, 1)
 	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody, "X-Request-Id", "first") }()
 	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")

@@ -195,6 +195,7 @@ func TestRankMailboxStopped(t *testing.T) {
 		eventually(t, func() bool { return r.heldAdmits() == 1 }, "the rank is asked")
 		close(r.stopped)
 		assert.Equal(t, 503, (<-answers).status)
+		assert.Contains(t, g.page(), `"gone"`)
 		assert.Zero(t, r.granted())
 	})
 }

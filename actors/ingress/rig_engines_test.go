@@ -87,7 +87,8 @@ func (h *hangingEngine) sends(list ...string) http.HandlerFunc {
 // tickets; local tests do without.
 const lapse = 500 * time.Millisecond
 
-const soon = 5 * time.Second
+// soon is how long a test waits for what must come: long, because other programs may need the processors.
+const soon = 30 * time.Second
 
 func eventually(t testing.TB, what func() bool, text string) {
 	t.Helper()
