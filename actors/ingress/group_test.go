@@ -49,9 +49,9 @@ func (g *groupRig) allAnswered(replies []reply, most time.Duration) {
 	}
 }
 
-// LG20, LG21: while a lockstep group decodes, the prompts of four ingresses wait in one queue, that of the node
-// with the group's first rank, until there is one for every rank, and enter the group together, one on each
-// rank. All ingresses know its owner.
+// LG20, LG21: while a lockstep group decodes, the prompts of four ingresses wait in one queue, that of the
+// node with the group's first rank, until there is one for every rank, and enter the group together, one on
+// each rank. All ingresses know its owner.
 func TestOneQueueForAllIngresses(t *testing.T) {
 	t.Parallel()
 	inGroupRig(t, groupOptions{ranks: 4, ingresses: 4, max: 100}, func(t *testing.T, g *groupRig) {

@@ -70,7 +70,7 @@ func TestASilentStreamGoesOn(t *testing.T) {
 		for range 6 { // more than trip a rank
 			clients.Go(func() {
 				a := g.post("/v1/chat/completions", streamBody)
-				assert.NoError(t, a.err) //nolint:testifylint // require must not run outside the test's goroutine
+				assert.NoError(t, a.err) //nolint:testifylint // not the test's goroutine
 				assert.True(t, strings.HasSuffix(a.body, "data: [DONE]\n\n"), a.body)
 			})
 		}
