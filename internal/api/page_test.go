@@ -31,6 +31,7 @@ type anyNodes interface{ Nodes }
 // TestThePageHasEveryRoute: the table of docs/api.md names the routes of this API, and no other.
 func TestThePageHasEveryRoute(t *testing.T) {
 	s := NewServer(Config{
+		Engines: &calls{},
 		Routers: struct{ Routers }{}, Ranks: struct{ Ranks }{}, Nodes: struct{ anyNodes }{},
 		Restarts: struct{ Restarts }{}, Metrics: http.NotFoundHandler(),
 	})
