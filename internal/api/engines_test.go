@@ -41,8 +41,10 @@ func TestControlCalls(t *testing.T) {
 	}
 	status, text := call("/sleep?level=1", "&ranks=0/1", "")
 	require.Equal(t, http.StatusOK, status, text)
-	assert.Equal(t, calls{{App: "chat", Ranks: []string{"0/1"}, Method: "POST", Path: "/sleep?level=1",
-		Body: []byte{}}}, got)
+	assert.Equal(t, calls{{
+		App: "chat", Ranks: []string{"0/1"}, Method: "POST", Path: "/sleep?level=1",
+		Body: []byte{},
+	}}, got)
 	var answers client.RankAnswers
 	require.NoError(t, json.Unmarshal([]byte(text), &answers))
 	assert.Equal(t, []client.RankAnswer{{Pool: "chat", Status: http.StatusOK}}, answers.Answers)

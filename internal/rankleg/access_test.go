@@ -48,7 +48,7 @@ func TestAccessOfClients(t *testing.T) {
 		resp, _, err := n.Ask(t.Context(), q)
 		if err == nil {
 			_, _ = io.Copy(io.Discard, resp.Body)
-			assert.NoError(t, resp.Body.Close())
+			require.NoError(t, resp.Body.Close())
 		}
 		assert.Equal(t, "Bearer client", h.Get("Authorization"), "other attempts read the header")
 		return err
