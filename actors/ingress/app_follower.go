@@ -132,6 +132,8 @@ func newRevision(a *state.App, spec *app.Application, old *appRevision) *appRevi
 		queue:      app.Seconds(spec.Timeouts.QueueS),
 		firstToken: app.Seconds(spec.Timeouts.FirstTokenS),
 		between:    app.Seconds(spec.Timeouts.BetweenTokensS),
+		continues:  continuesStreams(spec),
+		goesOn:     &goesOn{},
 	}
 	if old != nil {
 		s.created = old.created

@@ -557,14 +557,14 @@ func (ar *appRouter) inputs() *policyInputs {
 	return noPolicyInputs
 }
 
-// anyReadyRank returns a ready rank, of this node if there is one; nil if there is none.
-func (ar *appRouter) anyReadyRank() *rank {
+// anyReadyRank returns a ready rank but one, of this node if there is one; nil if there is none.
+func (ar *appRouter) anyReadyRank(except *rank) *rank {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	var far *rank
 	for _, r := range ar.ranks { // map order is random, so the requests are spread
 		switch {
-		case !r.publishedReady:
+		case !r.publishedReady, r == except:
 		case r.local:
 			return r
 		default:

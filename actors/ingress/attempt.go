@@ -142,7 +142,9 @@ func (req *request) ask(parent context.Context, number uint32) (ev dispatch.Even
 		defer closeBody(resp)
 		req.result = relay{req}.answer(ctx, resp)
 	}
-	return req.ended(dispatch.EvEnded), req.ahead
+	ev = req.ended(dispatch.EvEnded)
+	ev.CanContinue = req.noteBreak(parent, &req.result)
+	return ev, req.ahead
 }
 
 // ended is what the plan is told of the end of the attempt.

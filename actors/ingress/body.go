@@ -185,6 +185,21 @@ func setReadDeadline(w *http.ResponseController, at time.Time) error {
 	return nil
 }
 
+// dropBody is releaseBody for a body that no leg may still read.
+func (req *request) dropBody() {
+	in := req.in
+	in.bodies.give(req.body, req.bodySettled)
+	in.bodies.give(req.stripped, req.bodySettled)
+	req.body, req.stripped, req.engineBody = nil, nil, nil
+	req.scan.Forget()
+	req.query.Text, req.query.Blocks, req.query.Hits = nil, nil, nil
+	if req.promptMem != nil {
+		*req.promptMem = req.prompt.giveMemory()
+		in.promptPool.Put(req.promptMem)
+		req.promptMem = nil
+	}
+}
+
 // Bounds of a body that is read only to keep its connection.
 const (
 	skippedBody = 16 << 10 // bytes; the connection of a larger one is closed

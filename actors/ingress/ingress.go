@@ -114,6 +114,7 @@ type requestMemory struct {
 	promptPool  sync.Pool // *promptMemory
 	bodies      bodyMemory
 	responses   responseHomes
+	keptMemory  keptMemory
 	memory      memoryGuard
 }
 

@@ -187,6 +187,9 @@ func (s *split) choose(cmd *dispatch.Command) dispatch.Event {
 			Decode: s.req.attempt.rank.ref(),
 		}
 	}
+	if !s.req.resume() {
+		return dispatch.Event{Kind: dispatch.EvNoRank, Number: cmd.Number}
+	}
 	ctx, cancel := context.WithCancelCause(s.ctx)
 	defer cancel(errOver)
 	s.setChoice(cmd.Number, cancel)

@@ -354,6 +354,7 @@ func (s legRunner) runDecode(cmd *dispatch.Command) (ev dispatch.Event, ok bool)
 	ev, ok = s.endOf(l, &res)
 	if l.isPassed {
 		req.result = res
+		ev.CanContinue = req.noteBreak(s.ctx, &res)
 	} else if ok {
 		s.noteEnd(l, &res)
 	}

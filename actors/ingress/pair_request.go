@@ -79,6 +79,12 @@ func prepareSplit(req *request) *failure {
 		p.metrics.NotSplit(transfer.OnRoute.String())
 		return nil
 	}
+	if s := req.split; s != nil { // the rest of an answer: it keeps its way
+		if err := s.body.Scan(p.transfer, transfer.RouteOf(req.route.Path()), req.body.b); err != nil {
+			return badBody(err)
+		}
+		return s.readPrompt()
+	}
 	s, _ := req.in.pairs.requests.Get().(*split)
 	if s == nil || req.why != nil {
 		s = &split{}

@@ -34,6 +34,8 @@ func (r relay) answer(ctx context.Context, resp *http.Response) result {
 		return result{cause: dispatch.Redirected, status: resp.StatusCode}
 	case isStream(resp.Header):
 		return r.relayStream(ctx, resp)
+	case r.kept.isResumed:
+		return result{cause: dispatch.NotContinued, status: resp.StatusCode}
 	case resp.ContentLength < 0 && !r.route.Generates():
 		return r.relayFlow(ctx, resp)
 	default:
@@ -48,6 +50,9 @@ func (r relay) relayStream(ctx context.Context, resp *http.Response) result {
 	s := &r.stream
 	s.reset(r.scan.Choices)
 	s.watcher.Follow(r.route)
+	if !r.kept.isResumed {
+		r.beginKeeping()
+	}
 	r.watchGaps()
 	if r.app.app.Engine.Family == app.FamilyOpenAI {
 		// some engines of this family ignore n or send no finish_reason: a clean end is a complete answer
@@ -65,8 +70,14 @@ func (r relay) relayStream(ctx context.Context, resp *http.Response) result {
 			if why := r.begins(); why != dispatch.OK {
 				return result{cause: why}
 			}
-			r.noteResponse(s.buf[:s.inspected], true)
-			r.openStream(resp)
+			if s.begun = true; r.kept.isResumed {
+				r.releaseBody()
+				r.countContinued("continued")
+			} else {
+				r.keepBody()
+				r.noteResponse(s.buf[:s.inspected], true)
+				r.openStream(resp)
+			}
 			s.watcher.Begun()
 			v = r.inspectRead(now, err) // events after the first content in the same read
 		}
@@ -85,10 +96,10 @@ func (r relay) relayStream(ctx context.Context, resp *http.Response) result {
 
 // inspectRead inspects what a read has brought.
 func (r relay) inspectRead(now time.Time, err error) streamAction {
-	s, begun := &r.stream, r.status != 0
-	v := s.inspectRead(begun)
+	s := &r.stream
+	v := s.inspectRead(s.begun)
 	if v == actionContinue && errors.Is(err, io.EOF) {
-		v = s.endOfBody(begun)
+		v = s.endOfBody(s.begun)
 	}
 	r.recordRead(now)
 	return v
@@ -100,7 +111,7 @@ func (r relay) recordRead(now time.Time) {
 	if s.newTokens == 0 {
 		return
 	}
-	if !s.lastToken.IsZero() && r.status != 0 && now.After(s.lastToken) {
+	if !s.lastToken.IsZero() && s.begun && now.After(s.lastToken) {
 		r.app.router.metrics.Load().ITL(r.route.String(), now.Sub(s.lastToken))
 	}
 	s.lastToken = now
@@ -123,15 +134,19 @@ func (r relay) openStream(resp *http.Response) {
 // forward writes and flushes the inspected events.
 func (r relay) forward(now time.Time) error {
 	s := &r.stream
-	if r.status == 0 || s.inspected == 0 {
+	if !s.begun || s.inspected == 0 {
 		return nil
 	}
-	pass := s.buf[:s.inspected]
 	if s.watcher.Finishing() {
-		r.readUsage(pass)
+		r.readUsage(s.buf[:s.inspected])
+	}
+	pass, err := r.passEvents(s.buf[:s.inspected])
+	if err != nil || len(pass) == 0 {
+		s.dropSent(s.inspected)
+		return err
 	}
 	conn := startGather(r.r, len(pass))
-	err := r.writeClient(pass, now)
+	err = r.writeClient(pass, now)
 	if err == nil {
 		err = r.flush()
 	}
@@ -178,7 +193,7 @@ func (r relay) endStream(ctx context.Context, resp *http.Response, v streamActio
 		}
 		return result{cause: dispatch.OK}
 	case actionFail:
-		return r.breakStream(result{cause: r.lostStreamCause(), engine: s.engineError})
+		return result{cause: r.lostStreamCause(), engine: s.engineError}
 	case actionReject:
 		return r.rejectStream(ctx)
 	case actionAborted:
@@ -211,31 +226,27 @@ func (r relay) rejectStream(ctx context.Context) result {
 
 // endInterrupted ends a stream whose body broke off.
 func (r relay) endInterrupted(ctx context.Context, err error) result {
-	res := r.readFailure(ctx, err, r.status != 0)
+	res := r.readFailure(ctx, err, r.stream.begun)
 	switch {
-	case r.status == 0:
-		return res
 	case r.stream.passedError: // the client knows already that the answer has failed
 		r.cutConn = true
 		return result{cause: dispatch.ErrorEvent, engine: r.stream.engineError, err: err}
-	case res.cause == dispatch.ClientGone:
+	case res.cause == dispatch.ClientGone && r.stream.begun:
 		r.cutConn = true
-		return res
 	}
-	return r.breakStream(res)
+	return res
 }
 
 // breakStream ends a stream after its first byte: it sends an error event in the route's shape, no [DONE] and
 // no invented finish_reason, and cuts the connection, so that the client does not take the stream for a
 // complete one.
-func (r relay) breakStream(res result) result {
+func (r relay) breakStream(why dispatch.Cause) {
 	r.cutConn = true
-	code, message := streamError(res.cause)
+	code, message := streamError(why)
 	event := openai.ErrorEvent(nil, r.route, openai.Status(code), "", code, message)
 	if r.writeClient(event, time.Now()) == nil {
 		_ = r.flush() // the connection is cut in any case
 	}
-	return res
 }
 
 // drainBody reads the end of a body after [DONE], so that its connection can be reused. The client already
@@ -277,6 +288,9 @@ func (r relay) writeClient(b []byte, now time.Time) error {
 
 // writeFailure returns the result of an attempt whose answer could not be written.
 func (r relay) writeFailure(ctx context.Context, err error) result {
+	if errors.Is(err, openai.ErrAnotherAnswer) {
+		return result{cause: dispatch.NotContinued, err: err}
+	}
 	r.cutConn = true
 	switch {
 	case errors.Is(err, os.ErrDeadlineExceeded):

@@ -25,6 +25,7 @@ type request struct {
 	question
 	rankSearch
 	clientAnswer
+	kept     keptAnswer
 	timer    phaseTimer
 	onTicket func(t *msg.Ticket) // takeTicket, bound once: an attempt allocates no closure
 	split    *split              // nil: the application has one pool, or the request computes no tokens
@@ -97,6 +98,7 @@ type clientAnswer struct {
 func newRequest(in *Ingress) *request {
 	req := &request{in: in}
 	req.waiter, req.idHeader, req.onTicket = newWaiter(), make([]string, 1), req.takeTicket
+	req.stream.rankEnds = func() bool { return req.kept.isKept && (relay{req}).isEnding(nil) }
 	req.held.answered = make(chan groupAnswer, 1)
 	return req
 }
@@ -118,6 +120,7 @@ func (req *request) release() {
 	req.resetSearch()
 	req.stream.release()
 	req.clientAnswer = clientAnswer{stream: req.stream}
+	req.kept.release(&in.keptMemory)
 	in.requestPool.Put(req)
 }
 
@@ -135,19 +138,8 @@ func (req *request) resetSearch() {
 // answer begins, because no other attempt follows, and when the request ends. A stream can last minutes and
 // needs none of this memory. Safe to call twice.
 func (req *request) releaseBody() {
-	in := req.in
-	if req.split.needsBody() {
-		return
-	}
-	in.bodies.give(req.body, req.bodySettled)
-	in.bodies.give(req.stripped, req.bodySettled)
-	req.body, req.stripped, req.engineBody = nil, nil, nil
-	req.scan.Forget()
-	req.query.Text, req.query.Blocks, req.query.Hits = nil, nil, nil
-	if req.promptMem != nil {
-		*req.promptMem = req.prompt.giveMemory()
-		in.promptPool.Put(req.promptMem)
-		req.promptMem = nil
+	if !req.split.needsBody() {
+		req.dropBody()
 	}
 }
 
@@ -239,7 +231,8 @@ func (req *request) readOptions() *failure {
 	return nil
 }
 
-// prepare makes the input of the Router and the body for the engine, once for all attempts.
+// prepare makes the input of the Router and the body for the engine, once for all attempts, and again for the
+// rest of an answer that broke.
 func (req *request) prepare() *failure {
 	if req.promptMem, _ = req.in.promptPool.Get().(*promptMemory); req.promptMem == nil {
 		req.promptMem = &promptMemory{}
@@ -296,6 +289,10 @@ func (req *request) dispatch() *failure {
 		case next == nil:
 			return req.finish(ctx, dispatch.AnswerNone, dispatch.OK)
 		case next.Kind == dispatch.CmdPick:
+			if !req.resume() {
+				ev, cmds = dispatch.Event{Kind: dispatch.EvNoRank, Number: next.Number}, nil
+				break
+			}
 			ev, cmds = search{req}.pick(ctx, next), nil
 			if req.split.isRemote() {
 				return req.split.run(ctx)
@@ -362,6 +359,7 @@ func (req *request) finish(ctx context.Context, kind dispatch.AnswerKind, why di
 		return nil
 	}
 	if req.status != 0 || req.cutConn {
+		req.endBroken(ctx, kind)
 		req.finishAnswered(&req.result) //nolint:contextcheck // the line is the request's
 		return nil
 	}

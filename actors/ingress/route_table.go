@@ -23,6 +23,8 @@ type appRevision struct {
 	queue      time.Duration
 	firstToken time.Duration
 	between    time.Duration
+	continues  bool    // streams go on from another rank …
+	goesOn     *goesOn // … if the engines can
 }
 
 // wants reports whether the rank is one of the application's.

@@ -15,11 +15,13 @@ type stream struct {
 	inspected   int // bytes of buf whose events are inspected and may pass
 	searched    int // bytes after inspected that contain no end of an event
 	watcher     openai.Watcher
-	tokens      int       // chunks with choices
-	newTokens   int       // of them in this read
-	lastToken   time.Time // time of the last token
-	inLongEvent bool      // inside an event that is too long to hold
-	passedError bool      // an error event has passed
+	begun       bool        // content has passed
+	rankEnds    func() bool // the rank gives up its requests because it ends
+	tokens      int         // chunks with choices
+	newTokens   int         // of them in this read
+	lastToken   time.Time   // time of the last token
+	inLongEvent bool        // inside an event that is too long to hold
+	passedError bool        // an error event has passed
 	engineError openai.EngineError
 }
 
@@ -29,6 +31,7 @@ func (s *stream) reset(choices int) {
 		s.buf = make([]byte, relayBuffer)
 	}
 	s.filled, s.inspected, s.searched, s.tokens, s.newTokens = 0, 0, 0, 0, 0
+	s.begun = false
 	s.inLongEvent, s.passedError, s.lastToken, s.engineError = false, false, time.Time{}, openai.EngineError{}
 	s.watcher.Reset(choices)
 }
@@ -105,8 +108,11 @@ func (s *stream) applyEvent(kind openai.EventKind, event []byte, begun bool) str
 	case openai.EventError:
 		return s.applyErrorEvent(event, begun)
 	case openai.EventAbort:
-		if !begun {
+		switch {
+		case !begun:
 			return actionAborted
+		case s.rankEnds():
+			return actionFail
 		}
 		s.countToken()
 		return actionContinue

@@ -180,7 +180,7 @@ var errNotTokenized = errors.New("the engine did not tokenize the prompt")
 
 // tokenize asks a ready rank's engine and stores the ids in p.ids.
 func (t *tokenizer) tokenize(ctx context.Context, p *prompt, h http.Header) error {
-	rk := t.router.anyReadyRank()
+	rk := t.router.anyReadyRank(nil)
 	if rk == nil {
 		return errNotTokenized
 	}

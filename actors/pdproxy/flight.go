@@ -178,6 +178,9 @@ func (f *Flight) TimeLeft(fence *dispatch.Fence) time.Duration {
 	return max(fence.Deadline-f.proxy.clock.Now().Now, 0)
 }
 
+// AwaitLegs waits for the prefill legs beside a decode leg, which have been cancelled.
+func (f *Flight) AwaitLegs() { f.legs.Wait() }
+
 // End ends the flight: whatever is still under way after a panic is cancelled, and goroutines of the flight
 // have ended when it returns. It is idempotent.
 func (f *Flight) End() {

@@ -272,12 +272,14 @@ type Timeouts struct {
 	BetweenTokensS float64 `json:"between_tokens_s" is:"seconds" default:"30"`
 }
 
-// Retries bound the attempts of a request before its first byte.
+// Retries say when another rank gets a request.
 type Retries struct {
 	// ranks tried per request, all before its first byte
 	Attempts int `json:"attempts" is:"an integer from 1 to 16" default:"3"`
-
-	_ struct{} `later:"continue_streams"`
+	// whether a stream whose rank dies, or is taken away, goes on from another rank: chat and completions of
+	// one text. Never for `engine.family: openai`, and only if the engine goes on with a last message of the
+	// assistant; [operations](operations.md#streams-that-go-on) says what is not continued
+	ContinueStreams bool `json:"continue_streams" is:"true or false" default:"false"`
 }
 
 // scaling is autoscaling_config, which must describe a fixed size.

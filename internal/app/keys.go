@@ -169,6 +169,8 @@ func (k *key) reset(field reflect.Value) {
 		field.SetZero()
 	case field.Kind() == reflect.String:
 		field.SetString(k.standard)
+	case field.Kind() == reflect.Bool:
+		field.SetBool(k.standard == "true")
 	default:
 		n, _ := strconv.ParseFloat(k.standard, 64) // a test reads every default
 		field.Set(reflect.ValueOf(n).Convert(field.Type()))

@@ -48,7 +48,7 @@ func TestEveryBlockOfTheSchemaPaper(t *testing.T) {
 	t.Parallel()
 	unsupported := map[string][]string{
 		"01_smallest.yaml":               nil,
-		"02_full.yaml":                   {"routing.slo", "retries.continue_streams"},
+		"02_full.yaml":                   {"routing.slo"},
 		"03_sglang.yaml":                 {"routing.policy"},
 		"04_prefill_decode.yaml":         nil,
 		"05_attach.yaml":                 nil,

@@ -21,6 +21,7 @@ type App struct {
 	routes                    children[string, *routeTimes]
 	requests                  counters[requestKey]
 	attempts, retries         counters[causeKey]
+	continued                 counters[continuedKey]
 	refusals, tokenize        counters[string]
 	picks                     counters[pickKey]
 }
@@ -34,6 +35,8 @@ type requestKey struct {
 }
 
 type causeKey struct{ cause, budget string }
+
+type continuedKey struct{ cause, result string }
 
 type pickKey struct {
 	group, rank int
@@ -126,6 +129,14 @@ func (a *App) Retry(cause, budget string) {
 	})
 }
 
+// Continued counts a stream that broke after its first byte, by cause and by what became of it: continued, or
+// lost.
+func (a *App) Continued(cause, result string) {
+	a.continued.inc(continuedKey{cause, result}, func() prometheus.Counter {
+		return a.vecs.continued.WithLabelValues(a.name, cause, result)
+	})
+}
+
 // Refusal counts a rank's refusal by its code.
 func (a *App) Refusal(code string) {
 	a.refusals.inc(code, func() prometheus.Counter { return a.vecs.refusals.WithLabelValues(a.name, code) })
@@ -158,6 +169,7 @@ func (a *App) forget() {
 	a.requests.close()
 	a.attempts.close()
 	a.retries.close()
+	a.continued.close()
 	a.refusals.close()
 	a.picks.close()
 	a.tokenize.close()

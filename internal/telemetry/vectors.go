@@ -40,11 +40,11 @@ const (
 
 // vectors holds the vectors with the label app, but for those of a pair of pools.
 type vectors struct {
-	requests, tokens, attempts, retries, refusals, picks, restarts *prometheus.CounterVec
-	tokenize                                                       *prometheus.CounterVec
-	requestSeconds, ttft, itl, queueWait, decision                 *prometheus.HistogramVec
-	queueLength, queueTokens, unitState, unitEpoch                 *prometheus.GaugeVec
-	readyRanks, desiredRanks                                       *prometheus.GaugeVec
+	requests, tokens, attempts, retries, continued, refusals, picks, restarts *prometheus.CounterVec
+	tokenize                                                                  *prometheus.CounterVec
+	requestSeconds, ttft, itl, queueWait, decision                            *prometheus.HistogramVec
+	queueLength, queueTokens, unitState, unitEpoch                            *prometheus.GaugeVec
+	readyRanks, desiredRanks                                                  *prometheus.GaugeVec
 }
 
 // forgetter is a vector whose series can be deleted.
@@ -84,6 +84,9 @@ func (v *vectors) addRouting() {
 		labelCause, labelBudget)
 	v.retries = counter("retries_total", "Failed dispatches that were tried again on another rank, by cause.",
 		labelApp, labelCause, labelBudget)
+	v.continued = counter("continued_total",
+		"Streams that broke after their first byte, by cause: continued (from another rank) or lost.",
+		labelApp, labelCause, labelResult)
 	v.refusals = counter("refusals_total", "Typed refusals by ranks asked for a ticket.", labelApp, labelCode)
 	v.decision = histogram("router_decision_seconds", "Time of one routing decision, lock included.",
 		decisionBuckets(), labelApp, labelPolicy)
@@ -106,7 +109,7 @@ func (v *vectors) addUnits() {
 
 func (v *vectors) list() []forgetter {
 	return []forgetter{
-		v.requests, v.tokens, v.attempts, v.retries, v.refusals, v.picks, v.restarts, v.tokenize,
+		v.requests, v.tokens, v.attempts, v.retries, v.continued, v.refusals, v.picks, v.restarts, v.tokenize,
 		v.requestSeconds, v.ttft, v.itl, v.queueWait, v.decision,
 		v.queueLength, v.queueTokens, v.unitState, v.unitEpoch, v.readyRanks, v.desiredRanks,
 	}

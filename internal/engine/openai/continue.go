@@ -84,7 +84,7 @@ func isPlainText(raw []byte) bool {
 // one may go on.
 func (b *Body) WhyPinned() string {
 	switch {
-	case !b.route.Generates():
+	case b.route != Chat && b.route != Completions:
 		return "route"
 	case b.IsHead:
 		return "size"

@@ -272,7 +272,7 @@ func TestAnswerContinues(t *testing.T) {
 			[]string{textPart("1", "a")},
 		},
 		"no white space": {
-			[]string{"Hi\n"}, nil, []string{textPart("2", "a")}, "Hi", 1, []string{textPart("1", "a")},
+			[]string{"Hi\n"}, nil, []string{textPart("2", "a")}, "Hi", 0, []string{textPart("1", "a")},
 		},
 		"a stop string may have begun": {
 			[]string{"Hi", " E"},
@@ -285,18 +285,18 @@ func TestAnswerContinues(t *testing.T) {
 			[]string{"Hi ", "E"},
 			[]string{"END"},
 			[]string{chatChunk("2", `{"content":""}`, `"stop"`)},
-			"Hi", 1,
+			"Hi", 0,
 			[]string{chatChunk("1", `{"content":""}`, `"stop"`)},
 		},
 		"it is none": {
 			[]string{"Hi ", "E"},
 			[]string{"END"},
 			[]string{textPart("2", " Eat")},
-			"Hi", 1,
+			"Hi", 0,
 			[]string{textPart("1", "at")},
 		},
 		"other text in its place": {
-			[]string{"Hi ", "E"}, []string{"END"}, []string{textPart("2", " Run")}, "Hi", 1, nil,
+			[]string{"Hi ", "E"}, []string{"END"}, []string{textPart("2", " Run")}, "Hi", 0, nil,
 		},
 		"the answer from its beginning": {
 			[]string{long, "And so"},
@@ -326,7 +326,7 @@ func TestAnswerContinues(t *testing.T) {
 			[]string{long, long},
 			nil,
 			[]string{textPart("2", long)},
-			long + strings.TrimSpace(long), 2,
+			long + strings.TrimSpace(long), 1,
 			[]string{textPart("1", long)},
 		},
 		"another role": {
@@ -354,7 +354,7 @@ func TestAnswerContinues(t *testing.T) {
 			for _, s := range c.stops {
 				stops = append(stops, []byte(s))
 			}
-			sent, tokens := a.Continue(stops)
+			sent, tokens := a.Continue(stops, true)
 			assert.Equal(t, c.sent, string(sent))
 			assert.Equal(t, c.tokens, tokens)
 			got, err := continueAll(&a, c.events...)

@@ -229,12 +229,12 @@ func (a *Answer) tokensAfter(at int) (n int) {
 var ErrAnotherAnswer = errors.New("the engine does not go on with the answer, but begins another one")
 
 // Continue prepares for the stream of another engine. It returns the text that the prompt of that engine ends
-// with, and its number of tokens. stops are the request's stop strings.
+// with, and its number of tokens. stops are the request's stop strings. trims: the chat template cuts white
+// space from the end of a message.
 //
-// Chat templates cut white space from the end of a message, and an engine looks for stop strings only in what
-// it generates. So white space at the end of the text, and what may be the beginning of a stop string, is not
-// sent: the engine generates it again, and AppendContinued leaves it out.
-func (a *Answer) Continue(stops [][]byte) (text []byte, tokens int) {
+// An engine looks for stop strings only in what it generates. So what may be the beginning of one is not
+// sent, nor white space that would be cut: the engine generates it again, and AppendContinued leaves it out.
+func (a *Answer) Continue(stops [][]byte, trims bool) (text []byte, tokens int) {
 	sent := len(a.Text)
 	for _, stop := range stops {
 		for n := min(len(stop)-1, len(a.Text)); n > 0; n-- {
@@ -244,11 +244,18 @@ func (a *Answer) Continue(stops [][]byte) (text []byte, tokens int) {
 			}
 		}
 	}
-	if sent = len(bytes.TrimRight(a.Text[:sent], " \t\r\n")); sent == 0 {
+	if trims {
+		sent = len(bytes.TrimRight(a.Text[:sent], " \t\r\n"))
+	}
+	if sent == 0 {
 		sent = len(a.Text)
 	}
 	again := a.tokensAfter(sent)
 	a.seam.begin(a.Text, sent)
+	a.seam.prompt = a.Tokens - again
+	if isWithin := a.Tokens > again && a.ends[(a.Tokens-again-1)%keptEnds] > sent; isWithin {
+		again++ // the end of that token comes again as one of its own
+	}
 	a.seam.again, a.seam.tokens = again, a.Tokens-again
 	a.usual.head = a.usual.head[:0]
 	return a.Text[:sent], a.seam.tokens
@@ -260,8 +267,9 @@ type seam struct {
 	expect []byte // the end of the text, which the engine generates again
 	head   []byte // the beginning of the text: an engine that generates it does not go on
 	held   []byte // of the second engine's text, while it is not known which of the two it is
-	tokens int    // of the text that is prompt to the second engine
+	prompt int    // tokens of the text that is prompt to the second engine
 	again  int    // tokens that it generates again
+	tokens int    // those that it does not
 }
 
 // Bounds of what shows that an engine begins the answer anew, in bytes.
@@ -404,7 +412,7 @@ func (a *Answer) editUsage(list []edit, data []byte, at Span) []edit {
 		return list
 	}
 	sum := u
-	sum.PromptTokens = max(u.PromptTokens-a.seam.tokens, 0)
+	sum.PromptTokens = max(u.PromptTokens-a.seam.prompt, 0)
 	sum.CompletionTokens = u.CompletionTokens + a.seam.tokens
 	sum.TotalTokens = sum.PromptTokens + sum.CompletionTokens
 	sum.CachedTokens = min(u.CachedTokens, sum.PromptTokens)
