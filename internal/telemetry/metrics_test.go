@@ -67,6 +67,7 @@ func use(m *telemetry.Metrics) {
 	a.Tokens(-1, -1, -1)
 	a.Attempt("refused_connection", "free")
 	a.Retry("engine_5xx", "drawn")
+	a.Continued("unit_lost", "continued")
 	a.Refusal("full")
 	a.Decision(300 * time.Nanosecond)
 	a.Pick(0, 3, "two_choices")
