@@ -41,6 +41,7 @@ const (
 // connections. Errors are *Error, except for those of a stream that breaks off.
 type Client struct {
 	base    string       // scheme://host:port
+	token   string       // "" = none is shown
 	http    *http.Client // for all calls but generate
 	patient *http.Client // for generate
 }
@@ -51,6 +52,11 @@ type Option func(*Client)
 // WithTransport makes the client use rt instead of transports of its own.
 func WithTransport(rt http.RoundTripper) Option {
 	return func(c *Client) { c.http.Transport, c.patient.Transport = rt, rt }
+}
+
+// WithToken makes the client show a token, which a node keeps in the file admin.token of its data dir.
+func WithToken(token string) Option {
+	return func(c *Client) { c.token = token }
 }
 
 // New returns a client for HOST, HOST:PORT, :PORT or a URL like http://HOST:PORT; "" is DefaultAddr. It does
@@ -171,6 +177,9 @@ func (c *Client) do(ctx context.Context, r request) (*http.Response, error) {
 	}
 	if r.json {
 		req.Header.Set("Content-Type", "application/json")
+	}
+	if c.token != "" {
+		req.Header.Set("Authorization", "Bearer "+c.token)
 	}
 	hc := c.http
 	if r.patient {

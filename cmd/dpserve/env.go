@@ -30,9 +30,10 @@ type env struct {
 	execute  func() error // replaces this process by program
 	program  string       // path that this process was started by
 
-	addr    string  // --addr
-	noColor bool    // --no-color
-	scr     *screen // of the command; made by screen
+	addr           string  // --addr
+	adminTokenFile string  // --admin-token-file
+	noColor        bool    // --no-color
+	scr            *screen // of the command; made by screen
 }
 
 func newEnv(streams *ioStreams, sig *interrupts) *env {
@@ -71,7 +72,12 @@ func (e *env) run(args []string) int {
 // withAdmin calls f with a client for the cluster that --addr or DPSERVE_ADDR selects, and closes the client
 // afterwards.
 func (e *env) withAdmin(f func(cluster admin) error) error {
-	cluster, err := e.newAdmin(cmp.Or(e.addr, e.getenv("DPSERVE_ADDR"), defaultAddr))
+	addr := cmp.Or(e.addr, e.getenv("DPSERVE_ADDR"), defaultAddr)
+	token, err := e.adminToken(addr)
+	if err != nil {
+		return err
+	}
+	cluster, err := e.newAdmin(addr, client.WithToken(token))
 	if err != nil {
 		return err
 	}

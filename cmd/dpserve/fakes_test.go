@@ -251,6 +251,8 @@ func (n *fakeNode) Restart(context.Context, bool) (string, error) { return "v2",
 func (n *fakeNode) Close() error                                  { n.closed = true; return nil }
 func (n *fakeNode) HTTPAddr() string                              { return n.http }
 func (n *fakeNode) AdminAddr() string                             { return server.DefaultAdminBind }
+func (n *fakeNode) AdminToken() string                            { return "" }
+func (n *fakeNode) AdminTokenFile() string                        { return "" }
 func (n *fakeNode) MetricsAddr() string                           { return "" }
 func (n *fakeNode) Totals() (uint64, uint64, int)                 { return 3, 40, 1 }
 

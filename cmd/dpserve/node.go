@@ -54,6 +54,8 @@ func (f *nodeFlags) addCommon(cmd *cobra.Command) {
 	flags.StringVar(&f.config.APIKeysFile, "api-keys", "",
 		"`FILE` with the API keys of the endpoint's clients, a line each: NAME KEY [models=a,b]; read again "+
 			"when it changes; default: DPSERVE_API_KEYS_FILE, else clients need no key")
+	flags.BoolVar(&f.config.AdminOpen, "admin-open", false,
+		"whoever reaches the admin API may start programs, without a token")
 	flags.StringVar(&f.config.TLSCert, "tls-cert", "",
 		"PEM `FILE` of the certificate, with its chain, for the endpoint and the admin API; read again when "+
 			"it changes; default: no TLS")
@@ -137,6 +139,7 @@ func defaultDataDir(getenv func(string) string) (string, error) {
 // server.Config.Validate checks the rest.
 func (f *nodeFlags) buildConfig(e *env) (server.Config, error) {
 	c := f.config
+	c.AdminTokenFile = e.adminTokenFile
 	c.APIKeysFile = cmp.Or(c.APIKeysFile, e.getenv(apiKeysVariable))
 	c.Version = readBuildInfo().Version
 	c.Labels = f.labels
@@ -181,6 +184,8 @@ type node interface {
 	Close() error
 	HTTPAddr() string
 	AdminAddr() string
+	AdminToken() string
+	AdminTokenFile() string
 	MetricsAddr() string
 	FirstToken() (address, token string)
 	Left() bool
@@ -194,6 +199,7 @@ type serving struct {
 	cancel context.CancelFunc
 	done   chan struct{} // closed when Serve has returned
 	err    error         // of Serve; read after done
+	unlink func()        // removes the link to the admin token
 }
 
 // startNode makes a node and runs it. The caller owns the node: it calls stop and Close. The node
@@ -208,12 +214,21 @@ func startNode(ctx context.Context, e *env, c server.Config) (*serving, error) {
 		return nil, err
 	}
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	s := &serving{node: n, cancel: cancel, done: make(chan struct{})}
+	s := &serving{
+		node: n, cancel: cancel, done: make(chan struct{}),
+		unlink: linkAdminToken(e.getenv, n.AdminAddr(), n.AdminTokenFile()),
+	}
 	go func() {
 		defer close(s.done)
 		s.err = n.Serve(ctx)
 	}()
 	return s, nil
+}
+
+// Close closes the node, which commands no longer find by itself.
+func (s *serving) Close() error {
+	s.unlink()
+	return s.node.Close()
 }
 
 // unexpectedEnd returns the error of a Serve that returned before the command asked the node to stop.

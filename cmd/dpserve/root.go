@@ -38,7 +38,8 @@ what dies.
 
 --addr, else DPSERVE_ADDR, names a node of the cluster that a command asks (default ` + defaultAddr + `):
 HOST, HOST:PORT, :PORT or a URL; the port of HOST is 8265. up, start, join, recover and validate ask
-none.
+none. A node keeps a token in admin.token of its data folder and wants it from whoever asks; the commands of
+the node's own user find it by themselves.
 
 With -o json an error is one line of JSON, the last one on stderr: {"apiVersion", "error": {"code",
 "message", "hint", "details", "faults", "exit_code"}}.
@@ -70,6 +71,9 @@ func newRoot(e *env) *cobra.Command {
 	}
 	root.PersistentFlags().StringVar(&e.addr, "addr", "",
 		"`ADDRESS` of the admin API: HOST, HOST:PORT or URL (default DPSERVE_ADDR, else "+defaultAddr+")")
+	root.PersistentFlags().StringVar(&e.adminTokenFile, "admin-token-file", "",
+		"`FILE` with the token of the admin API; default: "+adminTokenVariable+
+			", else that of this user's node")
 	root.PersistentFlags().BoolVar(&e.noColor, "no-color", false, "no colour (NO_COLOR does the same)")
 	root.SetHelpTemplate(helpTemplate)
 	root.SetFlagErrorFunc(flagError)

@@ -245,10 +245,15 @@ func runAgainstUp(t *testing.T, blocks []block, prepare func(t *testing.T, dir, 
 	admin := strings.TrimPrefix(p.printed(t, "admin "), "admin http://")
 	dir := t.TempDir()
 	prepare(t, dir, "http://"+p.endpoint(t))
+	link, err := adminLink(os.Getenv, admin)
+	require.NoError(t, err)
+	token, err := os.ReadFile(link)
+	require.NoError(t, err)
 	ports := strings.NewReplacer("127.0.0.1:8000", p.endpoint(t), "127.0.0.1:8265", admin)
 	for _, b := range blocks {
 		for _, c := range b.commands() {
-			stdout, stderr := runLine(t, dir, ports.Replace(c.text), "DPSERVE_ADDR="+admin)
+			stdout, stderr := runLine(t, dir, ports.Replace(c.text), "DPSERVE_ADDR="+admin,
+				"TOKEN="+strings.TrimSpace(string(token)))
 			assert.NotEmpty(t, stdout, "%s:%d: %s\n%s", b.page, b.line, c.text, stderr)
 			assert.NotContains(t, stdout, `"error"`, "%s:%d: %s", b.page, b.line, c.text)
 			assert.Empty(t, stderr, "%s:%d: %s", b.page, b.line, c.text)

@@ -173,7 +173,7 @@ func runUp(ctx context.Context, e *env, f *upFlags, file *appFile) (err error) {
 	}
 	defer func() { scr.clear(); err = errors.Join(err, s.Close()) }()
 	reportReplacedPorts(s, c, scr)
-	cluster, err := e.newAdmin(ownNode(&c, s.AdminAddr()))
+	cluster, err := e.newAdmin(ownNode(&c, s))
 	if err == nil {
 		defer cluster.Close()
 		err = deployToSelf(ctx, e, s, cluster, file, scr)
@@ -195,14 +195,16 @@ func runUp(ctx context.Context, e *env, f *upFlags, file *appFile) (err error) {
 
 // ownNode returns what newAdmin wants for the node of this process. Its certificate may hold only names by
 // which others reach it, and no other process can answer at its port.
-func ownNode(c *server.Config, addr string) (string, client.Option) {
+func ownNode(c *server.Config, s *serving) (string, client.Option) {
+	token := client.WithToken(s.AdminToken())
 	if c.TLSCert == "" {
-		return addr, func(*client.Client) {}
+		return s.AdminAddr(), token
 	}
-	return "https://" + addr, client.WithTransport(&http.Transport{
+	transport := client.WithTransport(&http.Transport{
 		TLSClientConfig:       &tls.Config{InsecureSkipVerify: true}, //nolint:gosec // see above
 		ResponseHeaderTimeout: ownAnswerTimeout,
 	})
+	return "https://" + s.AdminAddr(), func(c *client.Client) { token(c); transport(c) }
 }
 
 // ownAnswerTimeout bounds an answer of the node of this process.

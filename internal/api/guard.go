@@ -12,9 +12,9 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// guard refuses requests that a browser may send on behalf of a web page. The API has no password, so the
-// guard protects every bind: the Host header must name this node (DNS rebinding needs the attacker's own
-// name), a page of another origin may not send requests (CSRF), and no answer has CORS headers.
+// guard refuses requests that a browser may send on behalf of a web page. It protects every bind, with and
+// without a token: the Host header must name this node (DNS rebinding needs the attacker's own name), a page
+// of another origin may not send requests (CSRF), and no answer has CORS headers.
 type guard struct {
 	next     http.Handler
 	origin   *http.CrossOriginProtection

@@ -54,20 +54,22 @@ const (
 
 // Config holds the parts of a server. Backend is required.
 type Config struct {
-	Backend  Backend
-	Routers  Routers      // nil = 404 on /api/v1/routers
-	Engines  Engines      // nil = 404 on the path of control calls
-	Ranks    Ranks        // nil = 404 on the paths of rank changes
-	Nodes    Nodes        // nil = 404 on the paths of nodes
-	Restarts Restarts     // nil = 404 on the path of restarts
-	Forward  Forward      // nil = this node answers every request
-	NoLeader func() error // the error while no node leads; required with Forward
-	Metrics  http.Handler // nil = 404 on /metrics
-	TLS      *tls.Config  // nil = none
-	Hosts    []string     // names of this node in Host headers; localhost and IP addresses need no name here
-	Version  client.BuildInfo
-	Endpoint func() string // URL of this node's OpenAI endpoint; nil = Version has none
-	Log      *slog.Logger  // nil = silent
+	Backend   Backend
+	Routers   Routers      // nil = 404 on /api/v1/routers
+	Engines   Engines      // nil = 404 on the path of control calls
+	Ranks     Ranks        // nil = 404 on the paths of rank changes
+	Nodes     Nodes        // nil = 404 on the paths of nodes
+	Restarts  Restarts     // nil = 404 on the path of restarts
+	Forward   Forward      // nil = this node answers every request
+	NoLeader  func() error // the error while no node leads; required with Forward
+	Metrics   http.Handler // nil = 404 on /metrics
+	TLS       *tls.Config  // nil = none
+	Token     string       // that callers show, but for other nodes; "" = none
+	TokenFile string       // where it lies on this node, for the hint of a refusal
+	Hosts     []string     // names of this node in Host headers; localhost and IP addresses need no name here
+	Version   client.BuildInfo
+	Endpoint  func() string // URL of this node's OpenAI endpoint; nil = Version has none
+	Log       *slog.Logger  // nil = silent
 }
 
 // Server serves the admin API, or only the metrics page. Use: New, Attach, Serve, Close.
@@ -98,7 +100,9 @@ func NewServer(cfg Config) *Server {
 		stop: make(chan struct{}),
 	}
 	s.routes = s.newRoutes()
-	s.protect = func(bound net.Addr) http.Handler { return newGuard(s.routes, isLoopback(bound), cfg.Hosts) }
+	s.protect = func(bound net.Addr) http.Handler {
+		return newGuard(requireToken(s.routes, cfg.Token, cfg.TokenFile), isLoopback(bound), cfg.Hosts)
+	}
 	return s
 }
 
@@ -114,7 +118,8 @@ func NewMetricsServer(metrics http.Handler, log *slog.Logger) *Server {
 	return s
 }
 
-// Handler returns the API's handler without a listener, as if bound to loopback.
+// Handler returns the API's handler without a listener, as if bound to loopback, for callers that need no
+// token: the other nodes, which show their certificates.
 func (s *Server) Handler() http.Handler { return newGuard(s.routes, true, s.cfg.Hosts) }
 
 // Attach uses a listener that is already bound. The server closes it.

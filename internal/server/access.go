@@ -7,8 +7,9 @@ import (
 
 // access decides who may connect as a client or an operator.
 type access struct {
-	metrics *telemetry.Access
-	keys    *watchedFiles[apikeys.Set] // nil: the endpoint has no keys
+	metrics    *telemetry.Access
+	adminToken string                     // "": the admin API is open
+	keys       *watchedFiles[apikeys.Set] // nil: the endpoint has no keys
 
 	tls      *watchedFiles[certificate] // nil: no TLS for clients and operators
 	warnedOf string                     // the last line about the end of the certificate

@@ -75,6 +75,8 @@ type Config struct {
 	AdminBind      string   // admin REST and /metrics
 	AdminHosts     []string // further names in Host headers that the admin port accepts
 	APIKeysFile    string   // API keys of the endpoint's clients; "" = it wants none
+	AdminOpen      bool     // the admin API wants no token
+	AdminTokenFile string   // of the admin API; "" = admin.token in DataDir, made if it is missing
 	TLSCert        string   // file for HTTPBind and AdminBind; "" = no TLS; with TLSKey
 	TLSKey         string
 	MetricsBind    string                   // /metrics without the admin API; "" = only at AdminBind
@@ -132,7 +134,7 @@ func (c *Config) Validate() error {
 		guarded    bool // strangers who reach it can do nothing
 	}{
 		{"--http-bind", c.HTTPBind, c.APIKeysFile != ""},
-		{"--admin-bind", c.AdminBind, false},
+		{"--admin-bind", c.AdminBind, !c.AdminOpen && c.TLSCert != ""},
 		{"--metrics-bind", c.MetricsBind, false},
 	} {
 		if b.flag == "--metrics-bind" && b.addr == "" {
@@ -212,6 +214,12 @@ func (c *Config) checkBind(flag, addr string, guarded bool) error {
 	if c.Ephemeral {
 		return problem.New(problem.InvalidArgument, "%s %s is reachable from outside", flag, addr).
 			WithHint("`dpserve up` binds loopback only; `dpserve start` can bind more")
+	}
+	if flag == "--admin-bind" && !c.AdminOpen {
+		return problem.New(problem.InvalidArgument, "%s %s is reachable from outside, without TLS", flag,
+			addr).
+			WithHint("give it TLS with --tls-cert and --tls-key, or add --insecure-public: the admin token " +
+				"then passes in clear text, and whoever has it may start programs")
 	}
 	hint := "bind 127.0.0.1 behind your own front end, or add --insecure-public if everyone who reaches " +
 		"this port may use it"

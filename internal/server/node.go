@@ -163,6 +163,9 @@ func (n *Node) build() error {
 	if err := n.openStore(ctx); err != nil {
 		return err
 	}
+	if err := n.openAdminToken(); err != nil {
+		return err
+	}
 	// every port of the node is bound before an engine is touched
 	if err := n.bindPorts(ctx); err != nil {
 		return err
@@ -491,7 +494,7 @@ func (n *Node) buildServers(t *timers) error {
 		Forward:  n.leaderHandler,
 		NoLeader: n.errNoLeader,
 		Version:  client.BuildInfo{Version: n.cfg.Version, Node: n.cfg.NodeID},
-		TLS:      n.access.tlsConfig(),
+		TLS:      n.access.tlsConfig(), Token: n.access.adminToken, TokenFile: n.AdminTokenFile(),
 		Endpoint: n.endpoint, Log: n.log, Hosts: n.adminHosts(), Restarts: b,
 	})
 	if err := n.admin.Attach(n.ports.admin); err != nil {

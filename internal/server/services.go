@@ -182,6 +182,7 @@ func leaderProxy(transports *peering.Transports, node string, log *slog.Logger) 
 		Rewrite: func(r *httputil.ProxyRequest) {
 			r.SetURL(&url.URL{Scheme: "http", Host: "127.0.0.1"})
 			r.Out.Host = "127.0.0.1"
+			r.Out.Header.Del("Authorization") // the other node knows this one by its certificate
 		},
 	}
 }

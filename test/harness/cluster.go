@@ -134,6 +134,7 @@ func (c *Cluster) Do(method, path, body string) (code int, text string) {
 	req, err := http.NewRequestWithContext(context.Background(), method, "http://"+c.node.AdminAddr()+path,
 		strings.NewReader(body))
 	require.NoError(c.T, err)
+	req.Header.Set("Authorization", "Bearer "+c.node.AdminToken())
 	resp, err := c.client.Do(req)
 	require.NoError(c.T, err)
 	defer resp.Body.Close()
@@ -207,7 +208,7 @@ func (c *Cluster) Rank(app string, group, rank int) client.RankStatus {
 // Router is the public client of an app's Router, over the cluster's network. It ends with the test.
 func (c *Cluster) Router(app string) *client.RouterClient {
 	c.T.Helper()
-	cl, err := client.New(c.node.AdminAddr(),
+	cl, err := client.New(c.node.AdminAddr(), client.WithToken(c.node.AdminToken()),
 		client.WithTransport(&http.Transport{DialContext: c.Net.DialContext}))
 	require.NoError(c.T, err)
 	c.T.Cleanup(cl.Close)
@@ -294,6 +295,7 @@ func (c *Cluster) Events(app string) []Change {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet,
 		"http://"+c.node.AdminAddr()+"/api/v1/events?since=0&app="+app, nil)
 	require.NoError(c.T, err)
+	req.Header.Set("Authorization", "Bearer "+c.node.AdminToken())
 	resp, err := c.client.Do(req)
 	require.NoError(c.T, err)
 	defer resp.Body.Close()

@@ -371,6 +371,7 @@ func (m *Peer) ask(path string) (code int, text string, err error) {
 	if err != nil {
 		return 0, "", err
 	}
+	req.Header.Set("Authorization", "Bearer "+m.node.AdminToken())
 	resp, err := m.client.Do(req)
 	if err != nil {
 		return 0, "", err

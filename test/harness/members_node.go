@@ -242,6 +242,7 @@ func (m *Member) Ask(method, path, body string) (code int, text string, err erro
 	if err != nil {
 		return 0, "", err
 	}
+	ShowToken(req)
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
 		return 0, "", err

@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -204,12 +205,26 @@ func (r *Real) Delete(app string) {
 	}, "app "+app+" gone")
 }
 
+// ShowToken adds the admin token of the node that a request goes to, found as the command finds it: by the
+// link that the node leaves in the user's folder for state.
+func ShowToken(r *http.Request) {
+	folder := os.Getenv("XDG_STATE_HOME")
+	if folder == "" {
+		folder = filepath.Join(os.Getenv("HOME"), ".local", "state")
+	}
+	token, err := os.ReadFile(filepath.Join(folder, "dpserve", "admin", r.URL.Host))
+	if err == nil { // else the node does not answer yet, or says that it wants a token
+		r.Header.Set("Authorization", "Bearer "+strings.TrimSpace(string(token)))
+	}
+}
+
 // Do sends one admin request.
 func (r *Real) Do(method, path, body string) (code int, text string) {
 	r.T.Helper()
 	req, err := http.NewRequestWithContext(context.Background(), method, "http://"+r.Admin+path,
 		strings.NewReader(body))
 	require.NoError(r.T, err)
+	ShowToken(req)
 	resp, err := http.DefaultClient.Do(req)
 	require.NoError(r.T, err)
 	defer resp.Body.Close()
@@ -223,6 +238,7 @@ func (r *Real) get(path string, into any) error {
 	if err != nil {
 		return err
 	}
+	ShowToken(req)
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
 		return err
@@ -302,6 +318,7 @@ func (r *Real) ask(path string) (code int, text string, err error) {
 	if err != nil {
 		return 0, "", err
 	}
+	ShowToken(req)
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
 		return 0, "", err

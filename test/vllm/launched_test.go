@@ -81,6 +81,7 @@ func (a *launched) status() (client.AppStatus, error) {
 	if err != nil {
 		return reply.App, err
 	}
+	harness.ShowToken(req)
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
 		return reply.App, err
