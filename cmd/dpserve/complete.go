@@ -33,6 +33,7 @@ func addCompletions(e *env, root *cobra.Command) {
 		"router reset": complete(e, appNames), "ranks add": complete(e, attachedApps),
 		"ranks remove": complete(e, attachedApps, attachedRanks), "drain": complete(e, nodeNames),
 		"undrain": complete(e, nodeNames), "nodes remove": complete(e, nodeNames),
+		"ranks call":   complete(e, appNames),
 		"token revoke": complete(e, tokenIDs),
 	}
 	byFlag := map[string][]cobra.Completion{

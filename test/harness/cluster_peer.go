@@ -371,8 +371,7 @@ func (m *Peer) ask(path string) (code int, text string, err error) {
 	if err != nil {
 		return 0, "", err
 	}
-	req.Header.Set("Authorization", "Bearer "+m.node.AdminToken())
-	resp, err := m.client.Do(req)
+	resp, err := m.Send(req)
 	if err != nil {
 		return 0, "", err
 	}
@@ -401,5 +400,10 @@ func (m *Peer) When(is func(*state.State) bool) <-chan time.Time {
 	return out
 }
 
-// Send sends a request from the node's host.
-func (m *Peer) Send(r *http.Request) (*http.Response, error) { return m.client.Do(r) }
+// Send sends a request from the node's host, with its admin token where its admin API is asked.
+func (m *Peer) Send(r *http.Request) (*http.Response, error) {
+	if r.URL.Host == m.node.AdminAddr() {
+		r.Header.Set("Authorization", "Bearer "+m.node.AdminToken())
+	}
+	return m.client.Do(r)
+}
