@@ -147,7 +147,7 @@ func proseRig(t *testing.T, o options, engines ...*prose) *rig {
 	return newRig(t, o)
 }
 
-// routeOf is the path for a body.
+// pathOf is the path for a body.
 func pathOf(body string) string {
 	if strings.Contains(body, `"prompt"`) {
 		return "/v1/completions"
