@@ -97,7 +97,7 @@ type lan struct {
 	all   []*membership.Gossip
 	ports map[string]*port
 	cut   func(from, to string) bool
-	wire  bytes.Buffer // all that was sent
+	wire  bytes.Buffer // all that was sent; under mu
 }
 
 // onLAN runs a test on fake time.
@@ -151,6 +151,13 @@ func (l *lan) set(cut func(from, to string) bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.cut = cut
+}
+
+// sent is all that went over the wire so far.
+func (l *lan) sent() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.wire.String()
 }
 
 // send notes what goes over the wire and returns where it arrives; nil: nowhere.
@@ -350,9 +357,10 @@ func TestNothingIsSentInClear(t *testing.T) {
 		within(t, 2*time.Second, "alpha-node beta-node", a, b)
 		require.NoError(t, b.Close())
 		within(t, 2*time.Second, "alpha-node", a)
-		require.Greater(t, l.wire.Len(), 1000)
+		sent := l.sent()
+		require.Greater(t, len(sent), 1000)
 		for _, word := range []string{"alpha-node", "beta-node", "uid-", "cluster", "7947"} {
-			assert.NotContains(t, l.wire.String(), word)
+			assert.NotContains(t, sent, word)
 		}
 	})
 }
