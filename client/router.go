@@ -302,8 +302,8 @@ type Info struct {
 	CachingOff    bool     `json:"prefix_caching_off,omitempty"`
 	Ranks         int      `json:"ranks"`
 	Ready         int      `json:"ready"`             // get requests
-	Tripped       int      `json:"ejected,omitempty"` // their last answers failed
-	// of Tripped: get nothing until a canary comes back
+	Ejected       int      `json:"ejected,omitempty"` // their last answers failed
+	// of Ejected: get nothing until a canary comes back
 	LeftOut      int            `json:"left_out,omitempty"`
 	Away         map[string]int `json:"away,omitempty"` // ranks by why they compute nothing: asleep, scaling
 	Queued       int            `json:"queued"`

@@ -153,7 +153,7 @@ type RankStatus struct {
 	TTFTp95Ms   float64 `json:"ttft_p95_ms"`        //
 	Progress    string  `json:"progress,omitempty"` // while starting: what it waits for
 	// its last answers failed, and no canary has come back yet
-	Tripped bool `json:"ejected,omitempty"`
+	Ejected bool `json:"ejected,omitempty"`
 	// asleep or scaling: its engine says that it does not compute now, and gets no request until it does
 	Away string `json:"away,omitempty"`
 

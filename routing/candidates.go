@@ -16,7 +16,7 @@ const (
 
 // isEligible reports whether q may go to rk: the rank is ready, not left out because its answers failed, not
 // above busy_threshold, and not tried. It does not ask for room. Every policy calls it, so busy_threshold and
-// the cap of tripped ranks hold under all policies.
+// the cap of ejected ranks hold under all policies.
 func isEligible(q *Request, rk *Rank) bool {
 	return rk.Serves() && !rk.Busy && (len(q.Tried) == 0 || !slices.Contains(q.Tried, rk.ID))
 }
@@ -29,8 +29,8 @@ func (rk *Rank) Serves() bool { return rk.Ready && !rk.LeftOut }
 // errors, clients should still see those answers.
 func maxLeftOut(n int) int { return max(0, min(max(1, n*3/10), n-1)) }
 
-// markLeftOut marks the ranks that get no requests because their answers failed: those that tripped first, up
-// to the cap. Other tripped ranks are used like every rank. changed reports whether a mark changed.
+// markLeftOut marks the ranks that get no requests because their answers failed: those ejected first, up
+// to the cap. Other ejected ranks are used like every rank. changed reports whether a mark changed.
 func (v *View) markLeftOut() (changed bool) {
 	ready := 0
 	for i := range v.Ranks {
@@ -41,19 +41,19 @@ func (v *View) markLeftOut() (changed bool) {
 	most := maxLeftOut(ready)
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
-		out := rk.Ready && rk.Tripped > 0 && v.trippedBefore(rk) < most
+		out := rk.Ready && rk.Ejected > 0 && v.ejectedBefore(rk) < most
 		changed = changed || out != rk.LeftOut
 		rk.LeftOut = out
 	}
 	return changed
 }
 
-// trippedBefore is how many ready ranks tripped before rk. Equal places go by id.
-func (v *View) trippedBefore(rk *Rank) int {
+// ejectedBefore is how many ready ranks were ejected before rk. Equal places go by id.
+func (v *View) ejectedBefore(rk *Rank) int {
 	n := 0
 	for i := range v.Ranks {
 		o := &v.Ranks[i]
-		if o.Ready && o.Tripped > 0 && (o.Tripped < rk.Tripped || o.Tripped == rk.Tripped && o.ID < rk.ID) {
+		if o.Ready && o.Ejected > 0 && (o.Ejected < rk.Ejected || o.Ejected == rk.Ejected && o.ID < rk.ID) {
 			n++
 		}
 	}
@@ -217,7 +217,7 @@ const (
 	NotExcluded Exclusion = iota
 	Tried                 // in Request.Tried
 	NotReady
-	LeftOut   // tripped, and among the first of those
+	LeftOut   // ejected, and among the first of those
 	AboveBusy // its KV usage is above busy_threshold
 	SilentStream
 	NoRoom

@@ -28,7 +28,7 @@ const (
 	EvRankDown   // rank leaves the view; bumps on it go
 	EvAccepting  // Ready changes to Accepting
 	EvSilent     // Silent changes to Silent
-	EvTripped    // Tripped = N: the rank's last answers failed; 0 = a canary came back
+	EvEjected    // Ejected = N: the rank's last answers failed; 0 = a canary came back
 	EvOnTheWay   // View.OnTheWay = N
 	EvMaxOngoing // MaxOngoing = N
 	EvStatus     // the engine's report: KVUsage; Capacity and BlockSize unless 0
@@ -121,7 +121,7 @@ func (r *Router) update(e *Event) (wake, ok bool) {
 		if found {
 			return r.record(i, e)
 		}
-	case EvRankDown, EvAccepting, EvTripped, EvSilent, EvMaxOngoing, EvStatus:
+	case EvRankDown, EvAccepting, EvEjected, EvSilent, EvMaxOngoing, EvStatus:
 		if found {
 			return r.rankChange(i, e)
 		}
@@ -153,10 +153,10 @@ func (r *Router) rankUp(i int, found bool, e *Event) (wake, ok bool) {
 		ID: e.Rank, Epoch: e.Epoch, Incarnation: e.Incarnation, Ready: true, Local: e.Local,
 		MaxOngoing: e.MaxOngoing, Since: r.view.Now,
 	}
-	if same { // what the engine reported last still holds, and whether it tripped
+	if same { // what the engine reported last still holds, and whether it is ejected
 		rk.KVUsage, rk.HasKVUsage, rk.Busy, rk.Capacity, rk.BlockSize = before.KVUsage, before.HasKVUsage,
 			before.Busy, before.Capacity, before.BlockSize
-		rk.Since, rk.Tripped, rk.Lag, rk.Slow = before.Since, before.Tripped, before.Lag, before.Slow
+		rk.Since, rk.Ejected, rk.Lag, rk.Slow = before.Since, before.Ejected, before.Lag, before.Slow
 	}
 	rk.size(e)
 	r.accounts[i].reset(rk, e.Snapshot, e.Seq, same)
@@ -213,8 +213,8 @@ func (r *Router) rankChange(i int, e *Event) (wake, ok bool) {
 	case EvAccepting:
 		rk.Ready = e.Accepting
 		return r.view.markLeftOut() || *rk != before, true
-	case EvTripped:
-		rk.Tripped = e.N
+	case EvEjected:
+		rk.Ejected = e.N
 		return r.view.markLeftOut() || *rk != before, true
 	case EvSilent:
 		rk.Silent = e.Silent

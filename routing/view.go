@@ -55,7 +55,7 @@ type Rank struct {
 	Silent      bool // its stream has been silent for 1 s: picked only when nothing else is left
 	Local       bool // on the ingress's own node
 	Busy        bool // KV usage went above busy_threshold and is not yet well below it: gets nothing
-	LeftOut     bool // Tripped, and one of those that the cap leaves out: gets nothing
+	LeftOut     bool // Ejected, and one of those that the cap leaves out: gets nothing
 	HasKVUsage  bool // the engine reported KVUsage
 	MaxOngoing  int  // max_ongoing_requests of this rank
 	Load        Load
@@ -70,8 +70,8 @@ type Rank struct {
 	Capacity  int64   // tokens: the rank's KV cache (C); 0 = unknown
 	BlockSize int     // tokens per KV block; 0 = unknown, DefaultBlockSize is assumed
 	KVUsage   float64 // referenced blocks / all blocks, as reported by the engine
-	// its last answers failed: its place in the order in which ranks tripped, from 1; 0 = they did not
-	Tripped int
+	// its last answers failed: its place in the order in which ranks were ejected, from 1; 0 = they did not
+	Ejected int
 
 	Since time.Duration // View.Now when this incarnation came into the view
 	Lag   time.Duration // how old the rank's records are when they come; 0 = not known

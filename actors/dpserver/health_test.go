@@ -18,10 +18,10 @@ import (
 )
 
 // RP44: x failed, o was good, p takes a failure back.
-func TestWhichAnswersTripARank(t *testing.T) {
+func TestWhichAnswersEjectARank(t *testing.T) {
 	for _, x := range []struct {
 		answers string
-		trips   bool
+		ejects  bool
 	}{
 		{"", false},
 		{"xxxx", false},
@@ -47,19 +47,19 @@ func TestWhichAnswersTripARank(t *testing.T) {
 				a.pardon()
 			}
 		}
-		assert.Equal(t, x.trips, a.areBad(), x.answers)
+		assert.Equal(t, x.ejects, a.areBad(), x.answers)
 	}
 }
 
-// RP44: the failure that tripped the rank is taken back.
-func TestAPardonEndsATrip(t *testing.T) {
+// RP44: the failure that ejected the rank is taken back.
+func TestAPardonEndsAnEjection(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		for range 5 {
-			r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+			r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Charge: true})
 		}
-		require.True(t, r.Status().Tripped)
+		require.True(t, r.Status().Ejected)
 		r.send(&msg.Pardon{})
-		assert.False(t, r.Status().Tripped)
+		assert.False(t, r.Status().Ejected)
 		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
 		time.Sleep(time.Minute)
 		assert.Empty(t, r.tape.nodeEvents(), "nothing is held against the engine")
@@ -68,11 +68,11 @@ func TestAPardonEndsATrip(t *testing.T) {
 
 // RP44: five failed answers in a row eject a rank, whatever errors of clients lie between them; an answered
 // probe lets it in again.
-func TestFiveFailuresTripAndACanaryClears(t *testing.T) {
+func TestFiveFailuresEjectAndACanaryClears(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		fail := func(n int) {
 			for range n {
-				r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+				r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Charge: true})
 			}
 		}
 		fail(4)
@@ -80,43 +80,43 @@ func TestFiveFailuresTripAndACanaryClears(t *testing.T) {
 		fail(4)
 		r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Cause: msg.CauseClientError}) // shows nothing
 		require.Equal(t, msg.Granted, r.ask().Refusal)
-		require.False(t, r.Status().Tripped)
+		require.False(t, r.Status().Ejected)
 		fail(1)
 		got := r.tape.take()
 		last := got[len(got)-1]
 		assert.Equal(t, [...]any{msg.RecState, false, true, "ejected"},
-			[...]any{last.Kind, last.Accepting, last.Tripped, last.Cause})
+			[...]any{last.Kind, last.Accepting, last.Ejected, last.Cause})
 		assert.Equal(t, msg.Granted, r.ask().Refusal, "who sees all ranks decides whether it is left out")
-		assert.True(t, r.Status().Tripped)
+		assert.True(t, r.Status().Ejected)
 
 		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
 		time.Sleep(1001 * time.Millisecond) // the first canary, at 1 s, fails; the second comes 2 s later
 		assert.Equal(t, 1, r.engine.count("canary"))
 		r.engine.set(func(f *fakeEngine) { f.canary = nil })
 		time.Sleep(1998 * time.Millisecond)
-		assert.True(t, r.Status().Tripped)
+		assert.True(t, r.Status().Ejected)
 		time.Sleep(3 * time.Millisecond)
 		synctest.Wait()
 		assert.Equal(t, 2, r.engine.count("canary"))
-		assert.False(t, r.Status().Tripped)
+		assert.False(t, r.Status().Ejected)
 		got = r.tape.take()
 		last = got[len(got)-1]
 		assert.Equal(t, [...]any{msg.RecState, true, false},
-			[...]any{last.Kind, last.Accepting, last.Tripped})
+			[...]any{last.Kind, last.Accepting, last.Ejected})
 		assert.Empty(t, r.tape.nodeEvents())
 	})
 }
 
-func TestATrippedRankIsWatchedAsAnyOther(t *testing.T) {
+func TestAnEjectedRankIsWatchedAsAnyOther(t *testing.T) {
 	withRank(t, 9, false, func(t *testing.T, r *testRig) {
 		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
 		for range 5 {
-			r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+			r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Charge: true})
 		}
 		fresh := &recordingSink{}
 		defer r.hub.Subscribe(fresh)()
 		synctest.Wait()
-		assert.True(t, fresh.take()[0].Snapshot.Tripped, "a later subscriber is told, too")
+		assert.True(t, fresh.take()[0].Snapshot.Ejected, "a later subscriber is told, too")
 		require.Equal(t, msg.Granted, r.ask().Refusal)
 		time.Sleep(45 * time.Second)
 		synctest.Wait()
@@ -131,7 +131,7 @@ func TestThreeFailedCanariesGiveAnOwnedEngineUp(t *testing.T) {
 		withRank(t, 9, owned, func(t *testing.T, r *testRig) {
 			r.engine.set(func(f *fakeEngine) { f.canary = errors.New("500") })
 			for range 5 {
-				r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+				r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Charge: true})
 			}
 			time.Sleep((1+2+4)*time.Second + time.Millisecond)
 			synctest.Wait()
@@ -155,12 +155,12 @@ func TestThreeFailedCanariesGiveAnOwnedEngineUp(t *testing.T) {
 
 // HF55: failed canaries fence an engine only if no token came out since the last sign. The tokens that
 // canaries ask for themselves are no sign.
-func TestATrippedEngineThatStreamsIsNotGivenUp(t *testing.T) {
+func TestAnEjectedEngineThatStreamsIsNotGivenUp(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		r.engine.set(func(f *fakeEngine) { f.canary, f.counters.Seen = errors.New("500"), true })
 		long := r.ask().Ticket.ID
 		for range 5 {
-			r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Trip: true})
+			r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Charge: true})
 		}
 		for out := range 40 {
 			time.Sleep(time.Second)
@@ -281,9 +281,9 @@ func TestAFailedConnectionIsProbedAtOnce(t *testing.T) {
 // RP50: a stream with gaps of 40 s, near and far; a rank with open requests and no progress, with and without
 // `/metrics`, whose canary is answered or fails; a short `between_tokens_s`; a rank fenced for another
 // reason; a lockstep group; one stream that is silent beside a working engine: the stream goes on and its
-// rank is not tripped; a failed canary fences the rank as `stalled` and cuts its streams and those of its
-// group at once, any other fence none; the one stream ends after `first_token_s` as `silent_stream` and trips
-// nothing.
+// rank is not ejected; a failed canary fences the rank as `stalled` and cuts its streams and those of its
+// group at once, any other fence none; the one stream ends after `first_token_s` as `silent_stream` and
+// ejects nothing.
 func TestStalls(t *testing.T) {
 	stuck := errors.New("time-out")
 	cases := map[string]struct {
@@ -534,11 +534,11 @@ func TestAssignChecksTheGrant(t *testing.T) {
 func TestDefaultsArePinned(t *testing.T) {
 	assert.Equal(t, Timers{
 		Canary: 10 * time.Second, TicketLapse: 5 * time.Second,
-		TripBackoff: time.Second,
-		TripCeiling: 64 * time.Second, CounterLimit: 500 * time.Millisecond, Scrape: time.Second,
+		EjectionBackoff: time.Second,
+		EjectionCeiling: 64 * time.Second, CounterLimit: 500 * time.Millisecond, Scrape: time.Second,
 		Silence: 30 * time.Second,
 	}, Timers{}.withDefaults())
-	assert.Equal(t, [...]int{4096, 5, 3, 3}, [...]int{mailboxBound, tripAfter, fenceAfter, stallFactor})
+	assert.Equal(t, [...]int{4096, 5, 3, 3}, [...]int{mailboxBound, ejectAfter, fenceAfter, stallFactor})
 	var none app.Application
 	assert.Equal(t, [...]time.Duration{time.Second, 5 * time.Second, 20 * time.Second},
 		[...]time.Duration{healthPeriod(&none), healthTimeout(&none), stallTimeout(&none)})

@@ -61,7 +61,7 @@ type replica struct {
 	account     account
 	rec         msg.Record // reused: a record is valid only during Deliver
 	monitor     healthMonitor
-	trip        trip
+	ejection    ejection
 	busy        busy
 	away        away
 	turns       turns
@@ -76,7 +76,7 @@ type replica struct {
 
 func newReplica(s *Server) *replica {
 	r := &replica{Server: s, account: newAccount(), app: s.currentApplication()}
-	r.kv.r, r.prefills.r, r.trip.r = r, r, r
+	r.kv.r, r.prefills.r, r.ejection.r = r, r, r
 	if s.state.isRegistered { // after a panic: the account is lost, and a snapshot tells every sink
 		s.log.Error("the account of a rank was lost, it begins anew",
 			slog.Uint64("incarnation", s.state.incarnation))
@@ -103,7 +103,7 @@ func (r *replica) Receive(m any) {
 	case *msg.Done:
 		r.endTicket(m)
 	case *msg.Pardon:
-		r.trip.pardon()
+		r.ejection.pardon()
 	case *msg.Demand:
 		r.applyDemand(m)
 	case msg.Demand:
@@ -198,8 +198,8 @@ func (r *replica) applyReady(m readyRequest) {
 func (r *replica) startIncarnation(f msg.Facts, anew bool) {
 	r.account.reset()
 	r.prefills.stop()
-	stopTimer(r.trip.timer)
-	r.trip, r.busy, r.turns, r.away = trip{r: r}, busy{round: r.busy.round + 1}, turns{}, away{}
+	stopTimer(r.ejection.timer)
+	r.ejection, r.busy, r.turns, r.away = ejection{r: r}, busy{round: r.busy.round + 1}, turns{}, away{}
 	r.state.phase, r.state.incarnation, r.state.facts = phaseOpen, f.Incarnation, f
 	r.state.lastTicket = max(r.state.lastTicket, f.Base)
 	if anew {
@@ -280,7 +280,7 @@ func (r *replica) endStream() {
 	r.account.reset()
 	r.prefills.stop()
 	stopTimer(r.monitor.timer)
-	stopTimer(r.trip.timer)
+	stopTimer(r.ejection.timer)
 	stopTimer(r.scrape.timer)
 	r.stream.end()
 	r.closeDrainedIfIdle()
@@ -289,14 +289,14 @@ func (r *replica) endStream() {
 }
 
 func (r *replica) isAccepting() bool {
-	return r.state.phase == phaseOpen && !r.trip.isTripped && !r.refusesAll()
+	return r.state.phase == phaseOpen && !r.ejection.isEjected && !r.refusesAll()
 }
 
 // refusesAll says whether the rank takes no request although it may have room.
 func (r *replica) refusesAll() bool { return r.busy.on || r.monitor.holdsBack || r.away.reason() != "" }
 
-// isTripped says whether the rank is open and its last answers failed.
-func (r *replica) isTripped() bool { return r.state.phase == phaseOpen && r.trip.isTripped }
+// isEjected says whether the rank is open and its last answers failed.
+func (r *replica) isEjected() bool { return r.state.phase == phaseOpen && r.ejection.isEjected }
 
 // publishState tells the sinks whether the rank accepts requests, and why not.
 func (r *replica) publishState(cause string) {
@@ -307,7 +307,7 @@ func (r *replica) publishState(cause string) {
 	r.stream.emit(&msg.Record{
 		Kind: msg.RecState, Cause: cause, Turn: r.offerTurn(),
 		RankState: msg.RankState{
-			Accepting: r.isAccepting(), Tripped: r.isTripped(), Fenced: isFenced,
+			Accepting: r.isAccepting(), Ejected: r.isEjected(), Fenced: isFenced,
 			Draining: r.state.phase == phaseDraining || isFenced && cause == causeDrained,
 		},
 	})
@@ -333,7 +333,7 @@ func (r *replica) snapshot() *msg.Record {
 		cause = r.away.reason()
 	}
 	return &msg.Record{Kind: msg.RecSnapshot, RankState: state, Cause: cause, Snapshot: &msg.Snapshot{
-		Accepting: r.isAccepting(), Tripped: r.isTripped(), MaxOngoing: f.MaxOngoing,
+		Accepting: r.isAccepting(), Ejected: r.isEjected(), MaxOngoing: f.MaxOngoing,
 		Capacity: r.kv.cacheCapacity(), BlockSize: r.kv.knownBlockSize(), CachingOff: f.CachingOff,
 		MaxModelLen: f.MaxModelLen, Node: r.spec.Node, Target: r.spec.Target, Mailbox: r.box,
 		Open: r.account.listRequests(),
@@ -342,7 +342,7 @@ func (r *replica) snapshot() *msg.Record {
 
 func (r *replica) updateStats() {
 	r.stats.setOpen(&r.account)
-	r.stats.setState(r.state.facts.MaxOngoing, r.state.incarnation, r.isTripped(), r.away.reason())
+	r.stats.setState(r.state.facts.MaxOngoing, r.state.incarnation, r.isEjected(), r.away.reason())
 	r.kv.updateKVStats()
 }
 
@@ -397,8 +397,8 @@ func (r *replica) holdsTooMuch(m *msg.Admit) bool {
 }
 
 // checkAdmission checks in this order: caller, lease, epoch, state, room. The caller comes first: if it has
-// left or its deadline is over, an answer is useless. A tripped rank admits, because only the Routers see all
-// ranks of the application and can decide to leave it out.
+// left or its deadline is over, an answer is useless. An ejected rank admits, because only the Routers see
+// all ranks of the application and can decide to leave it out.
 func (r *replica) checkAdmission(m *msg.Admit) msg.Refusal {
 	switch {
 	case m.Ctx != nil && m.Ctx.Err() != nil, !m.Deadline.IsZero() && !time.Now().Before(m.Deadline):
@@ -500,8 +500,8 @@ func (r *replica) applyOutcome(m *msg.Done) {
 	case !r.busy.holds:
 		r.clearBusy()
 	}
-	if m.Trip || isGood(m) {
-		r.trip.note(m.Trip)
+	if m.Charge || isGood(m) {
+		r.ejection.note(m.Charge)
 	}
 	if m.Probe {
 		r.probeHealth()

@@ -95,8 +95,8 @@ func (r *replica) receiveMonitor(m any) {
 			r.monitor.readPending = false
 			r.onCounters(m)
 		}
-	case tripTimer:
-		r.trip.onTimer(m)
+	case ejectionTimer:
+		r.ejection.onTimer(m)
 	}
 }
 
@@ -245,7 +245,7 @@ func (r *replica) onCanary(m canaryResult) {
 		r.reportToNode(msg.ReplicaBack, "the engine answers again")
 	case isFenced:
 	case m.err == nil:
-		r.trip.end()
+		r.ejection.end()
 		r.noteSign(signCanary)
 	default:
 		r.noteRead(m.read)
@@ -253,7 +253,7 @@ func (r *replica) onCanary(m canaryResult) {
 			r.monitor.gate.noteFailedCanary(m.sent, m.err)
 			r.judgeEngine()
 		}
-		r.trip.awaitNext()
+		r.ejection.awaitNext()
 	}
 }
 
@@ -362,8 +362,8 @@ func (r *replica) judgeEngine() {
 	if v == fenceRank {
 		state := &r.monitor.gate.suspicions[by]
 		cause := fmt.Sprintf("%s; then the probe failed: %v", state.cause, state.failure)
-		if by == tripped {
-			cause = fmt.Sprintf("%d requests and %d canaries failed: %v", r.trip.answers.failed(),
+		if by == ejected {
+			cause = fmt.Sprintf("%d requests and %d canaries failed: %v", r.ejection.answers.failed(),
 				state.failed, state.failure)
 		}
 		r.fence(msg.CauseStalled)

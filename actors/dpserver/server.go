@@ -151,21 +151,21 @@ func secondsOf(value, otherwise float64) time.Duration {
 type Timers struct {
 	Canary time.Duration // deadline of a canary
 	// from the end of an admission's context to the end of its ticket, if no Done came
-	TicketLapse  time.Duration
-	TripBackoff  time.Duration // before the first canary of a tripped rank; each later wait doubles
-	TripCeiling  time.Duration // the longest such wait
-	CounterLimit time.Duration // deadline of one read of /metrics
-	Scrape       time.Duration // between two reads, while something needs their values
+	TicketLapse     time.Duration
+	EjectionBackoff time.Duration // before the first canary of an ejected rank; each later wait doubles
+	EjectionCeiling time.Duration // the longest such wait
+	CounterLimit    time.Duration // deadline of one read of /metrics
+	Scrape          time.Duration // between two reads, while something needs their values
 	// events count as silent when requests have ended for that long without an event
 	Silence time.Duration
 }
 
-// Counts of the trip and of the stall check.
+// Counts of the ejection and of the stall check.
 const (
-	tripAfter   = 5  // failures in a row that trip a rank
-	tripWindow  = 20 // last answers, of which more than half trip a rank if they failed
-	fenceAfter  = 3  // failed canaries in a row that fence an owned engine
-	stallFactor = 3  // the stall timeout is at least this times the predicted time of the open prefill
+	ejectAfter     = 5  // failures in a row that eject a rank
+	ejectionWindow = 20 // last answers, of which more than half eject a rank if they failed
+	fenceAfter     = 3  // failed canaries in a row that fence an owned engine
+	stallFactor    = 3  // the stall timeout is at least this times the predicted time of the open prefill
 )
 
 func (t Timers) withDefaults() Timers {
@@ -175,8 +175,8 @@ func (t Timers) withDefaults() Timers {
 	}{
 		{&t.Canary, 10 * time.Second},
 		{&t.TicketLapse, 5 * time.Second},
-		{&t.TripBackoff, time.Second},
-		{&t.TripCeiling, 64 * time.Second},
+		{&t.EjectionBackoff, time.Second},
+		{&t.EjectionCeiling, 64 * time.Second},
 		{&t.CounterLimit, 500 * time.Millisecond},
 		{&t.Scrape, time.Second},
 		{&t.Silence, 30 * time.Second},

@@ -23,7 +23,7 @@ type stats struct {
 	prefill     int // prompt tokens of open requests without a first token
 	maxOngoing  int
 	incarnation uint64
-	tripped     bool
+	ejected     bool
 	away        string
 	requests    uint64
 	tokens      uint64
@@ -99,10 +99,10 @@ type secondTokens struct {
 	tokens int
 }
 
-func (s *stats) setState(maxOngoing int, incarnation uint64, tripped bool, away string) {
+func (s *stats) setState(maxOngoing int, incarnation uint64, ejected bool, away string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.maxOngoing, s.incarnation, s.tripped, s.away = maxOngoing, incarnation, tripped, away
+	s.maxOngoing, s.incarnation, s.ejected, s.away = maxOngoing, incarnation, ejected, away
 }
 
 func (s *stats) setOpen(a *account) {
@@ -154,7 +154,7 @@ func (s *stats) status(now time.Time) client.RankStatus {
 	st := client.RankStatus{
 		MaxOngoing: s.maxOngoing, InFlight: s.open, Requests: s.requests, Tokens: s.tokens,
 		TokensPerS:   s.rate(now),
-		PromptTokens: s.hits.prompt, CachedTokens: s.hits.cached, HitRate: s.hits.rate(), Tripped: s.tripped,
+		PromptTokens: s.hits.prompt, CachedTokens: s.hits.cached, HitRate: s.hits.rate(), Ejected: s.ejected,
 		Away: s.away,
 	}
 	if s.hasKV {

@@ -202,7 +202,7 @@ func randomMessage(rt *rapid.T, ctx context.Context, r *testRig, i uint64) {
 	case 4:
 		r.box.Send(&msg.Done{
 			TicketID: ticket, Outcome: msg.Outcome(rapid.IntRange(0, 3).Draw(rt, "outcome")),
-			Trip: rapid.Bool().Draw(rt, "trip"), CompletionTokens: 4,
+			Charge: rapid.Bool().Draw(rt, "charge"), CompletionTokens: 4,
 			BusyFor: time.Duration(rapid.IntRange(0, 3).Draw(rt, "busy_s")) * time.Second,
 		})
 	case 5:

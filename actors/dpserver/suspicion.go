@@ -26,7 +26,7 @@ type suspicion uint8
 const (
 	lateHealth suspicion = iota // /health was not answered in time, or with an unexpected status
 	stalled                     // requests are open, and the engine shows no progress
-	tripped                     // the last answers of an engine that dpserve started failed
+	ejected                     // the last answers of an engine that dpserve started failed
 	suspicionCount
 )
 
@@ -38,7 +38,7 @@ type suspicionRule struct {
 }
 
 // suspicionRules are the rules of all suspicions. The front end of an engine may answer /health while the
-// core hangs, so /health refutes only its own lateness. A tripped engine may read prompts and fail to answer
+// core hangs, so /health refutes only its own lateness. An ejected engine may read prompts and fail to answer
 // them, so only tokens that come out speak for it.
 //
 //nolint:gochecknoglobals // a constant table
@@ -55,7 +55,7 @@ var suspicionRules = [suspicionCount]suspicionRule{
 		},
 		reports: 1, canaries: 1,
 	},
-	tripped: {
+	ejected: {
 		refutedBy: [signCount]bool{signCanary: true, signTokens: true, signGenerated: true},
 		reports:   1, canaries: fenceAfter,
 	},
@@ -72,9 +72,9 @@ type suspicionState struct {
 }
 
 // healthGate decides whether an engine is sick. Everything that fences a rank because its engine seems to
-// hang or to fail passes it: late /health, stalls and trips raise suspicions, all signs of life refute them,
-// and judge is asked after the engine's counters were read anew. An engine that is provably gone (a refused
-// connection, a 503 of its front end, the end of its process) needs no gate.
+// hang or to fail passes it: late /health, stalls and ejections raise suspicions, all signs of life refute
+// them, and judge is asked after the engine's counters were read anew. An engine that is provably gone (a
+// refused connection, a 503 of its front end, the end of its process) needs no gate.
 type healthGate struct {
 	seen       [signCount]time.Time // when the last sign of each kind was seen
 	workSince  time.Time            // when the rank last went from no open request to one
@@ -95,8 +95,8 @@ func newHealthGate(now time.Time) healthGate {
 	return g
 }
 
-// noteSign notes a sign of life at an instant, and ends the suspicions that it refutes. A trip ends with an
-// answered canary only; after another sign its failed canaries are counted anew.
+// noteSign notes a sign of life at an instant, and ends the suspicions that it refutes. An ejection ends with
+// an answered canary only; after another sign its failed canaries are counted anew.
 func (g *healthGate) noteSign(s sign, at time.Time) {
 	if at.After(g.seen[s]) {
 		g.seen[s] = at
@@ -106,7 +106,7 @@ func (g *healthGate) noteSign(s sign, at time.Time) {
 		if state.since.IsZero() || !suspicionRules[k].refutedBy[s] || at.Before(state.since) {
 			continue
 		}
-		if suspicion(k) == tripped && s != signCanary {
+		if suspicion(k) == ejected && s != signCanary {
 			state.since, state.failed = at, 0
 		} else {
 			*state = suspicionState{}

@@ -36,7 +36,7 @@ func TestWhatRefutesASuspicion(t *testing.T) {
 		"kv events":    func(g *healthGate, at time.Time) { g.noteBatches(7, at) },
 		"no kv events": func(g *healthGate, at time.Time) { g.noteBatches(6, at) },
 	}
-	refuted := map[string][suspicionCount]bool{ // late health, stalled, tripped
+	refuted := map[string][suspicionCount]bool{ // late health, stalled, ejected
 		"/health answers":      {true, false, false},
 		"a canary":             {true, true, true},
 		"tokens of a request":  {true, true, true},
@@ -92,13 +92,13 @@ func TestWhenARankIsFenced(t *testing.T) {
 		"stalled, silent, not long enough": {stalled, 1, []error{silent}, patience - 1, true, holdRank},
 		"stalled, silent":                  {stalled, 1, []error{silent}, patience, true, fenceRank},
 		"stalled, and an error":            {stalled, 1, []error{failed}, 0, true, fenceRank},
-		"tripped twice":                    {tripped, 1, []error{failed, silent}, time.Hour, false, keepRank},
-		"tripped":                          {tripped, 1, []error{failed, silent, failed}, 0, true, fenceRank},
-		"tripped, with work, no answer": {
-			tripped, 1, []error{failed, failed, silent}, 0, true, holdRank,
+		"ejected twice":                    {ejected, 1, []error{failed, silent}, time.Hour, false, keepRank},
+		"ejected":                          {ejected, 1, []error{failed, silent, failed}, 0, true, fenceRank},
+		"ejected, with work, no answer": {
+			ejected, 1, []error{failed, failed, silent}, 0, true, holdRank,
 		},
-		"tripped, idle, and no answer": {
-			tripped, 1, []error{silent, silent, silent}, 0, false, fenceRank,
+		"ejected, idle, and no answer": {
+			ejected, 1, []error{silent, silent, silent}, 0, false, fenceRank,
 		},
 	} {
 		begin := time.Unix(1000, 0)

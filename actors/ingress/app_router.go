@@ -53,7 +53,7 @@ type rankTable struct {
 	ranks          map[routing.RankID]*rank
 	fullTimers     map[*rank]*time.Timer  // end the time in which a rank counts as full
 	suspectedNodes map[string]*time.Timer // nodes whose data port a request could not reach
-	tripCount      int                    // trips of ranks since the start: the order of the trips
+	ejectionCount  int                    // ejections of ranks since the start: the order of the ejections
 	closed         bool                   // no timer may start any more
 	uncounted      uncountedWaiters
 	eventScratch   routing.Event  // reused: the Router does not keep it

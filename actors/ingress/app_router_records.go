@@ -196,14 +196,14 @@ func (ar *appRouter) applySnapshot(rec *msg.Record) {
 	}
 	r.accepting, r.busy, r.away = rec.Snapshot.Accepting, rec.Cause == msg.CauseScaling, rec.Cause
 	r.maxOngoing, r.seq, r.silent = rec.Snapshot.MaxOngoing, rec.Seq, false
-	r.heard = r.heard || r.accepting || rec.Snapshot.Tripped
+	r.heard = r.heard || r.accepting || rec.Snapshot.Ejected
 	r.draining = r.draining && !r.accepting
 	if isBack {
 		ar.unitReturns(r)
 	}
 	r.cachingOff, r.maxModelLen = rec.Snapshot.CachingOff, rec.Snapshot.MaxModelLen
 	r.turn, r.offered = "", 0
-	ar.recordTrip(r, rec.Snapshot.Tripped)
+	ar.recordEjection(r, rec.Snapshot.Ejected)
 	ar.dropColumns(r, true)
 	ar.setBlockSize(r, rec.Snapshot.BlockSize, false)
 	ar.addRank(r, rec.Seq, rec.Snapshot)
@@ -236,7 +236,7 @@ func (ar *appRouter) addRank(r *rank, seq uint64, s *msg.Snapshot) {
 		Local: r.local, Snapshot: ar.openScratch,
 		Capacity: s.Capacity, BlockSize: s.BlockSize,
 	})
-	r.publishedReady, r.publishedMax, r.publishedSilent, r.publishedTrip = true, 0, false, -1
+	r.publishedReady, r.publishedMax, r.publishedSilent, r.publishedEjection = true, 0, false, -1
 	ar.noteHeard(r)
 	ar.updateCachingOff()
 }
@@ -254,10 +254,10 @@ func (ar *appRouter) publish(r *rank) {
 			ar.publishPendingUnits()
 		}
 	}
-	if r.tripOrder != r.publishedTrip {
-		r.publishedTrip = r.tripOrder
+	if r.ejectionOrder != r.publishedEjection {
+		r.publishedEjection = r.ejectionOrder
 		ar.observe(routing.Event{
-			Kind: routing.EvTripped, Rank: r.ID, Incarnation: r.Incarnation, N: r.tripOrder,
+			Kind: routing.EvEjected, Rank: r.ID, Incarnation: r.Incarnation, N: r.ejectionOrder,
 		})
 	}
 	if r.silent != r.publishedSilent {
@@ -274,25 +274,25 @@ func (ar *appRouter) publish(r *rank) {
 	}
 }
 
-// pardon takes a failure back that counts towards the trip of an incarnation.
+// pardon takes a failure back that counts towards the ejection of an incarnation.
 func (ar *appRouter) pardon(ref routing.RankRef) {
 	if r := ar.findRef(ref); r != nil {
 		r.Mailbox.Send(&msg.Pardon{})
 	}
 }
 
-// recordTrip stores whether a rank is tripped, and its place in the order of trips.
-func (ar *appRouter) recordTrip(r *rank, tripped bool) {
+// recordEjection stores whether a rank is ejected, and its place in the order of ejections.
+func (ar *appRouter) recordEjection(r *rank, ejected bool) {
 	switch {
-	case !tripped:
-		r.tripOrder = 0
-	case r.tripOrder == 0:
-		ar.tripCount++
-		r.tripOrder = ar.tripCount
+	case !ejected:
+		r.ejectionOrder = 0
+	case r.ejectionOrder == 0:
+		ar.ejectionCount++
+		r.ejectionOrder = ar.ejectionCount
 	}
 }
 
-// applyState applies a RecState: whether the rank accepts requests, is fenced, drains or is tripped, and
+// applyState applies a RecState: whether the rank accepts requests, is fenced, drains or is ejected, and
 // whose turn its free room is.
 func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
 	r.accepting, r.away = rec.Accepting, ""
@@ -302,7 +302,7 @@ func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
 	// an engine that scales is back soon: requests wait for it as for a full one
 	r.busy = !rec.Accepting && (rec.Cause == causeBusy || rec.Cause == msg.CauseScaling)
 	r.draining = rec.Draining
-	ar.recordTrip(r, rec.Tripped)
+	ar.recordEjection(r, rec.Ejected)
 	if r.turn = rec.Turn; r.turn == ar.in.node {
 		r.offered++
 	}
@@ -350,7 +350,7 @@ func (ar *appRouter) failFenced(r *rank, failed bool) (lost []*rank) {
 	lost = append(lost, r)
 	for _, s := range ar.ranks {
 		if !r.draining && s != r && !s.lost && s.Unit == r.Unit && s.Epoch == r.Epoch && ar.isLockstep() {
-			s.accepting, s.busy, s.tripOrder = false, false, 0
+			s.accepting, s.busy, s.ejectionOrder = false, false, 0
 			ar.clearFull(s)
 			ar.publish(s)
 			lost = append(lost, s)

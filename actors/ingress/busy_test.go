@@ -11,7 +11,7 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 )
 
-// RP48: in whatever words all of them say so, and none is tripped.
+// RP48: in whatever words all of them say so, and none is ejected.
 func TestRequestsWaitForBusyEngines(t *testing.T) {
 	for name, busy := range map[string]http.HandlerFunc{
 		"vLLM": replies(503, busyError),
@@ -36,7 +36,7 @@ func TestRequestsWaitForBusyEngines(t *testing.T) {
 			eventually(t, func() bool { return g.in.QueueLen("demo") == 12 }, "all wait")
 			isWell.Store(true)
 			for _, r := range g.replicas {
-				assert.False(t, r.lastDone(t).Trip)
+				assert.False(t, r.lastDone(t).Charge)
 				r.endBusy()
 			}
 			for range 12 {

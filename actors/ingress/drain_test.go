@@ -54,7 +54,7 @@ func TestTheEndOfADrainCutsAttachedStreams(t *testing.T) {
 			assert.Contains(t, a.body, `"code":"drained"`)
 			done := r.lastDone(t)
 			assert.Equal(t, msg.Cancelled, done.Outcome)
-			assert.False(t, done.Trip)
+			assert.False(t, done.Charge)
 			eventually(t, func() bool { return h.left.Load() == 1 }, "the engine's request is closed")
 		})
 	}

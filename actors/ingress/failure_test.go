@@ -316,7 +316,7 @@ func TestCloseCutsWithDrained(t *testing.T) {
 	a := <-got
 	require.Error(t, a.err)
 	assert.Contains(t, a.body, `"code":"drained"`)
-	assert.False(t, g.replicas[0].lastDone(t).Trip)
+	assert.False(t, g.replicas[0].lastDone(t).Charge)
 }
 
 func (r *replica) firstsSeen() int {

@@ -151,7 +151,7 @@ type fault struct {
 	engine  http.HandlerFunc
 	streams bool // the requests ask for streams
 	passed  int  // status of an answer that is about the request, as another rank would say; 0: it is not
-	begun   bool // the client has a part of the answer, so that only the rank's trip helps
+	begun   bool // the client has a part of the answer, so that only the rank's ejection helps
 }
 
 // faults are all failures of one rank beside good ones: a status of each row of causes and every way in which
@@ -222,21 +222,21 @@ func (g *rig) loop(n int, body string) map[int]int {
 	return out
 }
 
-// setTrips makes five failures in a row trip the rank, or ends its trip.
-func (r *replica) setTrips(on bool) {
+// setEjects makes five failures in a row eject the rank, or ends its ejection.
+func (r *replica) setEjects(on bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.trips, r.failures = on, 0
-	if r.tripped && !on {
-		r.accepting, r.tripped = true, false
+	r.ejects, r.failures = on, 0
+	if r.ejected && !on {
+		r.accepting, r.ejected = true, false
 		r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Accepting: true}})
 	}
 }
 
-func (r *replica) isTripped() bool {
+func (r *replica) isEjected() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.tripped
+	return r.ejected
 }
 
 // usesPolicy deploys every application with another policy.
@@ -284,18 +284,18 @@ func (g *rig) suffers(f *fault, rank *replica, engine lawEngine, isCold bool) st
 	defer engine.set(nil)
 	if f.begun {
 		n = 40
-		rank.setTrips(true)
-		defer rank.setTrips(false)
+		rank.setEjects(true)
+		defer rank.setEjects(false)
 	}
 	for range 10 {
-		wasTripped := rank.isTripped()
+		wasEjected := rank.isEjected()
 		got := g.loop(n, body)
 		good := got[200]
 		if f.passed != 0 {
 			good += got[f.passed]
 		}
 		switch {
-		case f.begun && !wasTripped: // a policy that counts failed answers as load may ask it seldom
+		case f.begun && !wasEjected: // a policy that counts failed answers as load may ask it seldom
 		case 100*good >= 95*n:
 			return ""
 		default:

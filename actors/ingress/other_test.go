@@ -146,8 +146,8 @@ func TestBadInputOfEveryRoute(t *testing.T) {
 			assert.Equal(t, isAnthropic, strings.HasPrefix(a.body, `{"type":"error"`), path)
 		}
 	}
-	tripped, out := g.leftOut()
-	assert.Zero(t, tripped+out, "what an engine lacks counts against no rank")
+	ejected, out := g.leftOut()
+	assert.Zero(t, ejected+out, "what an engine lacks counts against no rank")
 }
 
 // TestPathsThatAreNoRoutes: what steers an engine, a path that hides another one, a websocket and other

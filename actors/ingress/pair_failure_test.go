@@ -35,7 +35,7 @@ func TestPrefillFails(t *testing.T) {
 		status  int
 		asked   int
 		outcome msg.Outcome
-		trip    bool
+		charge  bool
 		probe   bool
 	}{
 		"400":   {replies(400, `{"error":{"message":"bad","code":400}}`), 400, 1, msg.OK, false, false},
@@ -62,11 +62,11 @@ func TestPrefillFails(t *testing.T) {
 			}
 			d := g.prefills[0].oneDone(t)
 			assert.Equal(t, c.outcome, d.Outcome)
-			assert.Equal(t, c.trip, d.Trip, "trip")
+			assert.Equal(t, c.charge, d.Charge, "charge")
 			assert.Equal(t, c.probe, d.Probe, "probe")
 			for _, d := range g.decodes[0].allDones() {
 				assert.NotEqual(t, msg.FailedOutcome, d.Outcome)
-				assert.False(t, d.Trip || d.Probe || d.BusyFor > 0)
+				assert.False(t, d.Charge || d.Probe || d.BusyFor > 0)
 			}
 		})
 	}

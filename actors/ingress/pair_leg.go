@@ -40,7 +40,7 @@ type pairLeg struct {
 	legState
 }
 
-// legState is the part of a leg that events change. trip.mu guards it.
+// legState is the part of a leg that events change. splitState.mu guards it.
 type legState struct {
 	isRunning bool
 	isPassed  bool              // the client gets its answer

@@ -23,7 +23,7 @@ import (
 )
 
 // warmUp makes a split request one that only lets two engines meet, before a client's request depends on it:
-// one pair, one attempt, no tickets, and nobody gets its answer. trip.mu guards it.
+// one pair, one attempt, no tickets, and nobody gets its answer. splitState.mu guards it.
 type warmUp struct {
 	result dispatch.Result
 	err    error // why it failed; nil: nothing is known

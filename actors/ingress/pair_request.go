@@ -33,12 +33,12 @@ type split struct {
 	flight *pdproxy.Flight      // nil: a plain request
 	warm   *warmUp              // nil: a client's request
 	held   groupWait            // for a lockstep group of the prefill pool
-	trip
+	splitState
 }
 
-// trip is the state of a request on its way over two ranks. Events come from any goroutine; mu guards what
-// they and the request's own goroutine share.
-type trip struct {
+// splitState is the state of a request on its way over two ranks. Events come from any goroutine; mu guards
+// what they and the request's own goroutine share.
+type splitState struct {
 	ctx   context.Context //nolint:containedctx // of the request
 	first bool            // the first choice was made before the flight began
 	leg   *pairLeg        // the decode leg that runs

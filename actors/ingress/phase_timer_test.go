@@ -67,7 +67,7 @@ func TestASilentStreamGoesOn(t *testing.T) {
 			app: func(a *app.Application) { a.Timeouts.FirstTokenS, a.Timeouts.BetweenTokensS = 30, 5 },
 		})
 		var clients sync.WaitGroup
-		for range 6 { // more than trip a rank
+		for range 6 { // more than eject a rank
 			clients.Go(func() {
 				a := g.post("/v1/chat/completions", streamBody)
 				assert.NoError(t, a.err) //nolint:testifylint // not the test's goroutine
@@ -90,7 +90,7 @@ func TestASilentStreamGoesOn(t *testing.T) {
 }
 
 // RP50: a stream that is silent for `first_token_s` ends with `stalled`, and its rank is not ejected for it.
-func TestAStreamThatStaysSilentIsCutInTheEndAndTripsNothing(t *testing.T) {
+func TestAStreamThatStaysSilentIsCutInTheEndAndEjectsNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var h hangingEngine
 		o := options{network: &memnet.Network{}, engines: []http.HandlerFunc{h.sends(textChunk)}}
@@ -101,7 +101,7 @@ func TestAStreamThatStaysSilentIsCutInTheEndAndTripsNothing(t *testing.T) {
 		assert.Contains(t, a.body, `"code":"stalled"`)
 		done := g.replicas[0].lastDone(t)
 		assert.Equal(t, "silent_stream", done.Cause)
-		assert.False(t, done.Trip)
+		assert.False(t, done.Charge)
 	})
 }
 

@@ -23,16 +23,16 @@ type rank struct {
 	asker   rankleg.Asker
 	values  rankValues
 
-	accepting    bool
-	busy         bool   // not accepting because of causeBusy or msg.CauseScaling
-	away         string // msg.CauseAsleep or CauseScaling: its engine says that it does not compute now
-	tripOrder    int    // place in the order of the application's trips, from 1; 0: the rank is not tripped
-	lost         bool   // fenced, gone, or replaced by a new incarnation: its attempts fail
-	engineFailed bool   // fenced because its engine, or that of another rank of its lockstep unit, failed
-	draining     bool   // takes no new requests and lets its streams end
-	silent       bool   // its node is not heard
-	seq          uint64 // of the last record
-	maxOngoing   int
+	accepting     bool
+	busy          bool   // not accepting because of causeBusy or msg.CauseScaling
+	away          string // msg.CauseAsleep or CauseScaling: its engine says that it does not compute now
+	ejectionOrder int    // place in the order of ejections, from 1; 0: the rank is not ejected
+	lost          bool   // fenced, gone, or replaced by a new incarnation: its attempts fail
+	engineFailed  bool   // fenced because its engine, or that of another rank of its lockstep unit, failed
+	draining      bool   // takes no new requests and lets its streams end
+	silent        bool   // its node is not heard
+	seq           uint64 // of the last record
+	maxOngoing    int
 	rankRoom
 	engineFacts
 	publishedState
@@ -65,10 +65,10 @@ type engineFacts struct {
 
 // publishedState holds the values that the Router has of a rank.
 type publishedState struct {
-	publishedReady  bool
-	publishedMax    int
-	publishedSilent bool
-	publishedTrip   int
+	publishedReady    bool
+	publishedMax      int
+	publishedSilent   bool
+	publishedEjection int
 }
 
 // newRank makes a rank from its snapshot. The error is about the engine's URL.
@@ -105,9 +105,9 @@ func (r *rank) isIncarnation(rec *msg.Record) bool {
 }
 
 // routerState is what the Router should see: whether the rank is ready, and how many requests it may hold. A
-// busy rank is ready and full. A tripped rank is ready, because the Router decides whether to leave it out.
+// busy rank is ready and full. An ejected rank is ready, because the Router decides whether to leave it out.
 func (r *rank) routerState(stateReady bool) (ready bool, maxOngoing int) {
-	ready = stateReady && !r.lost && (r.accepting || r.busy || r.tripOrder > 0)
+	ready = stateReady && !r.lost && (r.accepting || r.busy || r.ejectionOrder > 0)
 	if r.busy || r.full {
 		return ready, 0
 	}

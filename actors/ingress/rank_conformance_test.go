@@ -78,21 +78,21 @@ func TestRankOutcome(t *testing.T) {
 		body   string
 		status int
 		cause  string
-		says   string // trip, probe, busy
+		says   string // charge, probe, busy
 	}{
 		{"stream", sends(roleChunk, textChunk, stopChunk, usageChunk, doneEvent), streamBody, 200, "ok", ""},
 		{"whole", replies(200, wholeAnswer), chatBody, 200, "ok", ""},
 		{"400", replies(400, `{"a":1}`), chatBody, 400, msg.CauseClientError, ""},
 		{"408", replies(408, `{}`), streamBody, 408, "engine_timeout", ""},
 		{"429", replies(429, `{}`), streamBody, 429, "engine_busy", "busy"},
-		{"500", replies(500, `{}`), chatBody, 500, "engine_error", "trip"},
+		{"500", replies(500, `{}`), chatBody, 500, "engine_error", "charge"},
 		{
 			"500 as event", sends(`{"error":{"message":"m","code":500}}`, doneEvent), streamBody, 500,
-			"engine_error", "trip",
+			"engine_error", "charge",
 		},
 		{
 			"error event without code", sends(`{"error":{"message":"m"}}`, doneEvent), streamBody, 500,
-			"engine_error", "trip",
+			"engine_error", "charge",
 		},
 		{"busy", replies(503, busyError), chatBody, 503, "engine_busy", "busy"},
 		{
@@ -102,19 +102,19 @@ func TestRankOutcome(t *testing.T) {
 		{"busy as event", sends(busyError, doneEvent), streamBody, 503, "engine_busy", "busy"},
 		{"other 503", replies(503, `{"error":"scaling"}`), streamBody, 503, "engine_busy", "busy"},
 		{"dead core", replies(500, deadCore), chatBody, 500, "engine_dead", "probe"},
-		{"redirect", redirect, chatBody, 502, "redirect", "trip"},
+		{"redirect", redirect, chatBody, 502, "redirect", "charge"},
 		{"reset", resets, chatBody, 502, "reset", "probe"},
 		{"refuses", nil, chatBody, 502, "connection_refused", "probe"},
-		{"malformed", writesRaw("HTTP/9 what\r\n\r\n"), chatBody, 502, "malformed_answer", "trip"},
-		{"a head that is too large", largeHead, streamBody, 502, "malformed_answer", "trip"},
-		{"empty", sends(), streamBody, 502, "empty", "trip"},
-		{"empty, whole", replies(200, ``), streamBody, 502, "empty", "trip"},
-		{"bare [DONE]", sends(doneEvent), streamBody, 502, "empty", "trip"},
-		{"ends after its role", sends(roleChunk), streamBody, 502, "empty", "trip"},
-		{"breaks off after its role", cutAfter(roleChunk), streamBody, 502, "empty", "trip"},
-		{"hangs", h.sends(), streamBody, 504, "first_token_timeout", "trip"},
-		{"hangs after its role", h.sends(roleChunk), streamBody, 504, "first_token_timeout", "trip"},
-		{"breaks off", cutAfter(textChunk), streamBody, 200, "upstream_lost", "trip probe"},
+		{"malformed", writesRaw("HTTP/9 what\r\n\r\n"), chatBody, 502, "malformed_answer", "charge"},
+		{"a head that is too large", largeHead, streamBody, 502, "malformed_answer", "charge"},
+		{"empty", sends(), streamBody, 502, "empty", "charge"},
+		{"empty, whole", replies(200, ``), streamBody, 502, "empty", "charge"},
+		{"bare [DONE]", sends(doneEvent), streamBody, 502, "empty", "charge"},
+		{"ends after its role", sends(roleChunk), streamBody, 502, "empty", "charge"},
+		{"breaks off after its role", cutAfter(roleChunk), streamBody, 502, "empty", "charge"},
+		{"hangs", h.sends(), streamBody, 504, "first_token_timeout", "charge"},
+		{"hangs after its role", h.sends(roleChunk), streamBody, 504, "first_token_timeout", "charge"},
+		{"breaks off", cutAfter(textChunk), streamBody, 200, "upstream_lost", "charge probe"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
@@ -146,9 +146,9 @@ func TestRankOutcome(t *testing.T) {
 				assert.Equal(t, want, d.Outcome)
 				assert.Equal(t, c.cause, d.Cause)
 				var says []string
-				for i, is := range []bool{d.Trip, d.Probe, d.BusyFor > 0} {
+				for i, is := range []bool{d.Charge, d.Probe, d.BusyFor > 0} {
 					if is {
-						says = append(says, []string{"trip", "probe", "busy"}[i])
+						says = append(says, []string{"charge", "probe", "busy"}[i])
 					}
 				}
 				assert.Equal(t, c.says, strings.Join(says, " "))
@@ -257,7 +257,7 @@ func TestRankClientLeaves(t *testing.T) {
 				d := g.replicas[0].oneDone(t)
 				assert.Equal(t, msg.Cancelled, d.Outcome)
 				assert.Equal(t, "client_gone", d.Cause)
-				assert.False(t, d.Trip)
+				assert.False(t, d.Charge)
 				assert.Equal(t, len(c.list), d.CompletionTokens, "what was seen of it")
 				eventually(t, func() bool { return h.left.Load() == 1 }, "the engine sees it")
 			})

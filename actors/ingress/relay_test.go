@@ -329,7 +329,7 @@ func TestAfterTheFirstByte(t *testing.T) {
 			assert.Equal(t, 1, g.replicas[0].admits+g.replicas[1].admits)
 			for _, r := range g.replicas {
 				if r.admits > 0 {
-					assert.True(t, r.lastDone(t).Trip)
+					assert.True(t, r.lastDone(t).Charge)
 				}
 			}
 		})
@@ -376,7 +376,7 @@ func TestTheEnginesOwnWordsPass(t *testing.T) {
 			for _, r := range g.replicas {
 				if r.admits > 0 {
 					d := r.lastDone(t)
-					assert.Equal(t, []any{c.outcome, false, c.probe}, []any{d.Outcome, d.Trip, d.Probe})
+					assert.Equal(t, []any{c.outcome, false, c.probe}, []any{d.Outcome, d.Charge, d.Probe})
 				}
 			}
 		})
@@ -421,7 +421,7 @@ func TestFamilyOpenAIEndsAsItLikes(t *testing.T) {
 			a := g.post("/v1/chat/completions", strings.Replace(streamBody, "{", `{"n":2,`, 1))
 			assert.Equal(t, c.whole, a.err == nil && a.status == 200, a)
 			assert.Equal(t, c.whole, g.replicas[0].lastDone(t).Outcome == msg.OK)
-			assert.Equal(t, !c.whole, g.replicas[0].lastDone(t).Trip)
+			assert.Equal(t, !c.whole, g.replicas[0].lastDone(t).Charge)
 		})
 	}
 }
@@ -434,7 +434,7 @@ func TestErrorEventBelow500PassesWithItsDone(t *testing.T) {
 	assert.Equal(t, events(textChunk, bad, doneEvent), a.body)
 	done := g.replicas[0].lastDone(t)
 	assert.Equal(t, msg.FailedOutcome, done.Outcome)
-	assert.False(t, done.Trip)
+	assert.False(t, done.Charge)
 }
 
 func TestDrainedRankSaysSo(t *testing.T) {

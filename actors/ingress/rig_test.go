@@ -174,9 +174,9 @@ type replica struct {
 	admits      int
 	refuse      func(m *msg.Admit) msg.Refusal
 	mute        bool // answers nobody
-	trips       bool // five failures in a row trip it, for good
+	ejects      bool // five failures in a row eject it, for good
 	failures    int  // in a row
-	tripped     bool
+	ejected     bool
 	busy        bool   // its engine said so, and for how long
 	demands     []bool // what it was told of waiting requests
 	held        []*msg.Admit
@@ -252,21 +252,21 @@ func (r *replica) judge(m *msg.Done) {
 		time.AfterFunc(m.BusyFor, r.endBusy)
 	}
 	switch {
-	case m.Trip:
+	case m.Charge:
 		r.failures++
 	case m.Outcome == msg.OK && m.Cause != msg.CauseClientError:
 		r.failures = 0
 	}
-	if r.trips && r.failures == 5 && !r.tripped {
-		r.accepting, r.tripped = false, true
-		r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Tripped: true}, Cause: "ejected"})
+	if r.ejects && r.failures == 5 && !r.ejected {
+		r.accepting, r.ejected = false, true
+		r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Ejected: true}, Cause: "ejected"})
 	}
 }
 
 func (r *replica) endBusy() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.busy = false; !r.tripped {
+	if r.busy = false; !r.ejected {
 		r.accepting = true
 		r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Accepting: true}})
 	}
@@ -332,7 +332,7 @@ func (r *replica) publish() {
 
 func (r *replica) snapshot() {
 	s := &msg.Snapshot{
-		Accepting: r.accepting, Tripped: r.tripped, MaxOngoing: r.max, MaxModelLen: r.length,
+		Accepting: r.accepting, Ejected: r.ejected, MaxOngoing: r.max, MaxModelLen: r.length,
 		Node: cmp.Or(r.node, "n1"), Target: r.target(), Mailbox: r,
 	}
 	for _, m := range r.open {

@@ -53,8 +53,8 @@ func routerInfo(ar *appRouter, router *routing.Router) client.Info {
 		if rk.Serves() {
 			out.Ready++
 		}
-		if rk.Ready && rk.Tripped > 0 {
-			out.Tripped++
+		if rk.Ready && rk.Ejected > 0 {
+			out.Ejected++
 		}
 		if rk.LeftOut {
 			out.LeftOut++

@@ -154,8 +154,8 @@ const (
 // and the rank comes back at the same epoch.
 const CauseRestarting = "restarting"
 
-// Done ends a ticket and gives its load back, exactly once. Trip says that the failure counts towards the
-// trip; Probe asks for an immediate health probe, after a refused or reset connection.
+// Done ends a ticket and gives its load back, exactly once. Charge says that the failure counts towards the
+// ejection; Probe asks for an immediate health probe, after a refused or reset connection.
 type Done struct {
 	TicketID         uint64
 	Outcome          Outcome
@@ -165,14 +165,14 @@ type Done struct {
 	HasCached        bool // the engine reported CachedTokens
 	CompletionTokens int
 	FirstToken       time.Duration // admission → first token; 0: none was seen
-	Trip             bool
+	Charge           bool
 	// engine_busy: so long the rank counts as full. 0: it is not, and a rank that is full for a second or
 	// less is no longer
 	BusyFor time.Duration
 	Probe   bool
 }
 
-// Pardon takes back that an answer counts towards the trip: another rank has answered the same, so it is
+// Pardon takes back that an answer counts towards the ejection: another rank has answered the same, so it is
 // about the request.
 type Pardon struct{}
 

@@ -67,8 +67,8 @@ type Record struct {
 
 // RankState is what a RecState says about the rank. A RecSnapshot has Accepting, and RecSilent only Silent.
 type RankState struct {
-	Accepting bool // open, not tripped, not busy and not held back
-	Tripped   bool // its last answers failed. It still admits: readers decide whether they leave it out
+	Accepting bool // open, not ejected, not busy and not held back
+	Ejected   bool // its last answers failed. It still admits: readers decide whether they leave it out
 	Fenced    bool // the rank is fenced, and its open requests are lost
 	// admits no request and lets its streams end; with Fenced: the drain is over, and open requests are cut
 	Draining bool
@@ -103,7 +103,7 @@ type List struct {
 // Snapshot is a replica's whole account at Record.Seq.
 type Snapshot struct {
 	Accepting   bool
-	Tripped     bool // as in RecState
+	Ejected     bool // as in RecState
 	MaxOngoing  int
 	Capacity    int64 // tokens of the KV cache; 0 = not known
 	BlockSize   int   // tokens per KV block; 0 = not known

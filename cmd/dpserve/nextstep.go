@@ -16,7 +16,7 @@ import (
 func nextStep(apps []client.AppStatus, nodes []client.NodeStatus) string {
 	return cmp.Or(
 		lostNodeStep(apps, nodes), rankStep(apps, failedStep), rankStep(apps, noRoomStep),
-		rankStep(apps, attachedStep), rankStep(apps, restartedStep), rankStep(apps, trippedStep),
+		rankStep(apps, attachedStep), rankStep(apps, restartedStep), rankStep(apps, ejectedStep),
 		fullQueueStep(apps), rankStep(apps, silentEventsStep), nodeNoteStep(nodes),
 	)
 }
@@ -102,9 +102,9 @@ func restartedStep(r rankRow) (what, about string) {
 		formatCount(r.unit.Restarts, "time"), inBrackets(joinLines(r.unit.Reason))), r.unit.Unit
 }
 
-// trippedStep is about a rank whose answers failed.
-func trippedStep(r rankRow) (what, about string) {
-	if !r.rank.Tripped {
+// ejectedStep is about a rank whose answers failed.
+func ejectedStep(r rankRow) (what, about string) {
+	if !r.rank.Ejected {
 		return "", ""
 	}
 	return fmt.Sprintf("`dpserve logs %s`: its last answers failed", r.name()), r.name()

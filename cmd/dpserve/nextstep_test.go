@@ -80,8 +80,8 @@ func TestNextStep(t *testing.T) {
 			want: "start the engine of demo/0/0 at http://127.0.0.1:20000, or `dpserve ranks remove`: " +
 				"connection refused",
 		},
-		"a tripped rank": {
-			app:  func(a *client.AppStatus) { a.Units[1].Ranks[0].Tripped = true },
+		"an ejected rank": {
+			app:  func(a *client.AppStatus) { a.Units[1].Ranks[0].Ejected = true },
 			want: "`dpserve logs demo/0/1`: its last answers failed",
 		},
 		"a full queue": {

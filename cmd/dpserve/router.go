@@ -79,8 +79,8 @@ func routerTable(r *client.Info) *table {
 		row("prefix caching", "off in the engines")
 	}
 	row("ranks ready", fmt.Sprintf("%d/%d", r.Ready, r.Ranks))
-	if r.Tripped > 0 {
-		row("ranks ejected", fmt.Sprintf("%d, %d of them left out", r.Tripped, r.LeftOut))
+	if r.Ejected > 0 {
+		row("ranks ejected", fmt.Sprintf("%d, %d of them left out", r.Ejected, r.LeftOut))
 	}
 	for _, why := range slices.Sorted(maps.Keys(r.Away)) {
 		row("ranks "+why, strconv.Itoa(r.Away[why]))

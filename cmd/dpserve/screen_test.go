@@ -241,12 +241,12 @@ next: add nodes or slots, ask for fewer ranks: demo/0 finds no room: 0 of 1
 // applications out.
 func TestStatusUnhealthy(t *testing.T) {
 	c := newCLI(t)
-	tripped := fleet(3, map[int]state.Phase{1: state.Failed})
-	tripped.Units[2].Ranks[0].Tripped = true
+	ejected := fleet(3, map[int]state.Phase{1: state.Failed})
+	ejected.Units[2].Ranks[0].Ejected = true
 	asleep := named("idle", client.StatusRunning, 1, state.Ready)
 	asleep.Units[0].Ranks[0].Away = "asleep"
 	other := named("other", client.StatusRunning, 1, state.Ready)
-	c.cluster.script = [][]client.AppStatus{{other, tripped, asleep}}
+	c.cluster.script = [][]client.AppStatus{{other, ejected, asleep}}
 	require.Equal(t, 0, c.run([]string{"status", "--unhealthy"}))
 	assert.NotContains(t, c.stdout(), "other")
 	assert.NotContains(t, c.stdout(), "demo/0/0")

@@ -348,7 +348,7 @@ func onlyUnhealthy(apps []client.AppStatus) []client.AppStatus {
 
 // isReady reports whether a rank serves and its answers do not fail.
 func (r rankRow) isReady() bool {
-	return r.rank.Phase == string(state.Ready) && !r.rank.Tripped && r.rank.Away == ""
+	return r.rank.Phase == string(state.Ready) && !r.rank.Ejected && r.rank.Away == ""
 }
 
 // name returns APP/GROUP/RANK, the form that logs takes. Of a rank of a pool, APP is the pool's name.
@@ -365,7 +365,7 @@ func (r rankRow) pool() string {
 // reason says why a rank is not ready, or what it waits for.
 func (r rankRow) reason() string {
 	switch {
-	case r.rank.Phase == string(state.Ready) && r.rank.Tripped:
+	case r.rank.Phase == string(state.Ready) && r.rank.Ejected:
 		return "ejected: its last answers failed"
 	case r.rank.Phase == string(state.Ready) && r.rank.Away != "":
 		return r.rank.Away + ": its engine says so; it gets requests again when the engine is back"

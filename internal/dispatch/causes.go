@@ -108,7 +108,7 @@ type Row struct {
 	Again  Again
 	Cost   Cost
 	Pays   bool // a retry that must wait for room draws from the retry budget
-	Charge bool // counts towards the rank's trip
+	Charge bool // counts towards the rank's ejection
 	Death  bool // the engine died, or its connection did, while it had the request
 	Probe  bool // the DPServer checks its engine at once
 	Busy   bool // the DPServer counts the rank as full for a while

@@ -24,7 +24,7 @@ type history struct {
 	redone   bool   // the prefill was done again, which happens once
 	moves    int    // of the begun answer to another rank, without a death
 
-	charged     Ended // the one failure that counts towards a rank's trip; zero: none does
+	charged     Ended // the one failure that counts towards a rank's ejection; zero: none does
 	chargedSide Side
 	pardons     bool // … and it is about the request after all
 
@@ -118,7 +118,7 @@ func (h *history) mayContinue(ev *Event) bool {
 	return h.moves <= maxMoves
 }
 
-// charge reports whether an end counts towards its rank's trip: one end of a request does.
+// charge reports whether an end counts towards its rank's ejection: one end of a request does.
 func (h *history) charge(s Side, ev *Event) bool {
 	if !ev.Cause.Row().Charge || h.charged != (Ended{}) || ev.IsLost {
 		return false

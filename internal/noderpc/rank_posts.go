@@ -149,7 +149,7 @@ func toPost(m any) *dpservev1.Post {
 			Ticket: m.TicketID, Outcome: uint32(m.Outcome), Cause: m.Cause,
 			PromptTokens: int64(m.PromptTokens), CachedTokens: int64(m.CachedTokens),
 			HasCached: m.HasCached, CompletionTokens: int64(m.CompletionTokens),
-			FirstTokenNano: int64(m.FirstToken), Trip: m.Trip, BusyNano: int64(m.BusyFor),
+			FirstTokenNano: int64(m.FirstToken), Charge: m.Charge, BusyNano: int64(m.BusyFor),
 			Probe: m.Probe,
 		}}}
 	case *msg.FirstToken:

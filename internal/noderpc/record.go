@@ -53,8 +53,8 @@ const (
 	flagUsage // RecStatus: HasKVUsage
 )
 
-// flagTripped of RecSnapshot and RecState is a bit that they did not use.
-const flagTripped = flagUsage
+// flagEjected of RecSnapshot and RecState is a bit that they did not use.
+const flagEjected = flagUsage
 
 // identity names one incarnation of a rank.
 type identity struct {
@@ -98,7 +98,7 @@ func (p *packer) pack(slot uint64, rec *msg.Record) {
 	case msg.RecState:
 		p.begin(slot, rec)
 		p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(rec.Fenced,
-			flagFenced)|flag(rec.Draining, flagDraining)|flag(rec.Tripped, flagTripped))
+			flagFenced)|flag(rec.Draining, flagDraining)|flag(rec.Ejected, flagEjected))
 		p.text(rec.Cause)
 		p.text(rec.Turn)
 		p.end()
@@ -154,7 +154,7 @@ func (p *packer) snapshot(slot uint64, rec *msg.Record) {
 	s := rec.Snapshot
 	p.begin(slot, rec)
 	p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(s.Accepting, flagTaking)|
-		flag(s.CachingOff, flagCachingOff)|flag(s.Target.Owned, flagOwned)|flag(s.Tripped, flagTripped))
+		flag(s.CachingOff, flagCachingOff)|flag(s.Target.Owned, flagOwned)|flag(s.Ejected, flagEjected))
 	p.identity(identityOf(rec))
 	p.text(rec.Cause)
 	p.count(int64(s.MaxOngoing))

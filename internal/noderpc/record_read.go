@@ -178,7 +178,7 @@ func (u *unpacker) readDelta(c *cursor) {
 		flags := c.byte()
 		rec.Accepting, rec.Fenced, rec.Draining = flags&flagAccepting != 0, flags&flagFenced != 0,
 			flags&flagDraining != 0
-		rec.Tripped = flags&flagTripped != 0
+		rec.Ejected = flags&flagEjected != 0
 		rec.Cause, rec.Turn = c.text(), c.text()
 	case msg.RecStatus:
 		rec.Status.HasKVUsage = c.byte()&flagUsage != 0
@@ -221,7 +221,7 @@ func (u *unpacker) readSnapshot(slot uint64, c *cursor) *remoteRank {
 	flags, id := c.byte(), c.identity()
 	u.rec.Accepting, u.rec.Cause, u.rec.Snapshot = flags&flagAccepting != 0, c.text(), &u.snap
 	u.snap = msg.Snapshot{
-		Accepting: flags&flagTaking != 0, Tripped: flags&flagTripped != 0,
+		Accepting: flags&flagTaking != 0, Ejected: flags&flagEjected != 0,
 		CachingOff: flags&flagCachingOff != 0, MaxOngoing: c.int(), Capacity: c.count(),
 		BlockSize: c.int(), MaxModelLen: c.int(), Node: c.text(),
 		Target: msg.Target{

@@ -89,7 +89,7 @@ func drawAt(t *rapid.T) time.Duration {
 
 func drawSnapshot(t *rapid.T) *msg.Snapshot {
 	s := &msg.Snapshot{
-		Accepting: rapid.Bool().Draw(t, "accepting"), Tripped: rapid.Bool().Draw(t, "tripped"),
+		Accepting: rapid.Bool().Draw(t, "accepting"), Ejected: rapid.Bool().Draw(t, "ejected"),
 		CachingOff: rapid.Bool().Draw(t, "off"), MaxOngoing: drawCount(t, "max"),
 		Capacity: int64(drawCount(t, "capacity")), BlockSize: drawCount(t, "block"),
 		Node: drawText(t, "node"), MaxModelLen: drawCount(t, "length"),
@@ -120,7 +120,7 @@ func drawRecord(t *rapid.T, seq uint64) msg.Record {
 	case msg.RecState:
 		r.Accepting, r.Fenced, r.Draining = rapid.Bool().Draw(t, "a"), rapid.Bool().Draw(t, "f"),
 			rapid.Bool().Draw(t, "d")
-		r.Cause, r.Tripped, r.Turn = drawText(t, "cause"), rapid.Bool().Draw(t, "tripped"),
+		r.Cause, r.Ejected, r.Turn = drawText(t, "cause"), rapid.Bool().Draw(t, "ejected"),
 			drawText(t, "turn")
 	case msg.RecStatus:
 		r.Status = msg.Status{

@@ -368,7 +368,7 @@ func doneOf(d *dpservev1.Done) any {
 		HasCached:        d.GetHasCached(),
 		CompletionTokens: boundedCount(d.GetCompletionTokens()),
 		FirstToken:       max(time.Duration(d.GetFirstTokenNano()), 0),
-		Trip:             d.GetTrip(), Probe: d.GetProbe(),
+		Charge:           d.GetCharge(), Probe: d.GetProbe(),
 		BusyFor: min(max(time.Duration(d.GetBusyNano()), 0), maxBusy),
 	}
 }

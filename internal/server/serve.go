@@ -348,7 +348,7 @@ func (n *Node) Totals() (requests, tokens uint64, inflight int) {
 // sampleOf is a rank in the form of the metrics.
 func sampleOf(app string, r *client.RankStatus) telemetry.RankSample {
 	out := telemetry.RankSample{
-		App: app, Group: r.Group, Rank: r.Rank, InFlight: r.InFlight, Tripped: r.Tripped,
+		App: app, Group: r.Group, Rank: r.Rank, InFlight: r.InFlight, Ejected: r.Ejected,
 	}
 	if kv := r.KV; kv != nil {
 		out.KV = &telemetry.KVSample{

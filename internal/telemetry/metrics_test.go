@@ -75,7 +75,7 @@ func use(m *telemetry.Metrics) {
 	m.UnitPhase("demo", "demo/0", state.Starting, 1)
 	m.UnitPhase("demo", "demo/0", state.Ready, 2)
 	m.UnitRestart("demo", "demo/0")
-	m.ShowRanks([]telemetry.RankSample{{App: "demo", Group: 0, Rank: 3, InFlight: 5, Tripped: true}}, nil,
+	m.ShowRanks([]telemetry.RankSample{{App: "demo", Group: 0, Rank: 3, InFlight: 5, Ejected: true}}, nil,
 		nil)
 	m.AppRanks("demo", 3, 4)
 	m.RequestRefused(telemetry.RouteOther, http.StatusNotFound)
@@ -271,7 +271,7 @@ func TestSeriesGoWithTheirRank(t *testing.T) {
 			KV: &telemetry.KVSample{Blocks: 5, Bytes: 320, Orphans: 1, Evicted: 2},
 		},
 		{
-			App: "demo", Group: 1, Rank: 0, Tripped: true,
+			App: "demo", Group: 1, Rank: 0, Ejected: true,
 			KV: &telemetry.KVSample{
 				Events: true, Batches: 7, Gaps: 1, Restarts: 1, Dropped: 3, Unknown: 2, Silent: true,
 			},

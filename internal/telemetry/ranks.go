@@ -13,7 +13,7 @@ type RankSample struct {
 	App         string
 	Group, Rank int
 	InFlight    int
-	Tripped     bool
+	Ejected     bool
 	KV          *KVSample       // nil: the rank keeps no record of its engine's KV cache
 	Transfer    *TransferSample // nil: its engine counts no transfers
 }
@@ -92,7 +92,7 @@ func (d *groupDescs) collect(ch chan<- prometheus.Metric, s *GroupSample) {
 type rankCollector struct {
 	snapshot atomic.Pointer[rankSamples]
 
-	inFlight, tripped                                 *prometheus.Desc
+	inFlight, ejected                                 *prometheus.Desc
 	blocks, bytes, orphans, evictions, events, silent *prometheus.Desc
 	routerBlocks, routerBytes, routerEvicted          *prometheus.Desc
 	transfer                                          transferDescs
@@ -139,7 +139,7 @@ type rankSamples struct {
 func newRankCollector() *rankCollector {
 	return &rankCollector{
 		inFlight: newRankDesc("rank_inflight", "Requests the rank has in hand."),
-		tripped: newRankDesc("rank_ejected",
+		ejected: newRankDesc("rank_ejected",
 			"1 while the rank's last answers have failed and no probe has succeeded."),
 		blocks: newRankDesc("kv_index_blocks",
 			"Blocks that the rank's KV index holds, by its engine's events or by the record of what it "+
@@ -198,7 +198,7 @@ func (c *rankCollector) forget(app string) {
 // Describe implements prometheus.Collector.
 func (c *rankCollector) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range append(append(c.transfer.list(), c.group.list()...),
-		c.inFlight, c.tripped, c.blocks, c.bytes, c.orphans, c.evictions, c.events, c.silent,
+		c.inFlight, c.ejected, c.blocks, c.bytes, c.orphans, c.evictions, c.events, c.silent,
 		c.routerBlocks, c.routerBytes, c.routerEvicted,
 	) {
 		ch <- d
@@ -228,7 +228,7 @@ func (c *rankCollector) Collect(ch chan<- prometheus.Metric) {
 func (c *rankCollector) rank(ch chan<- prometheus.Metric, r *RankSample) {
 	group, rank := strconv.Itoa(r.Group), strconv.Itoa(r.Rank)
 	ch <- newGaugeSample(c.inFlight, float64(r.InFlight), r.App, group, rank)
-	ch <- newGaugeSample(c.tripped, boolGauge(r.Tripped), r.App, group, rank)
+	ch <- newGaugeSample(c.ejected, boolGauge(r.Ejected), r.App, group, rank)
 	if r.Transfer != nil {
 		c.transfer.collect(ch, r.Transfer, r.App, group, rank)
 	}

@@ -163,7 +163,7 @@ func TestBetweenTokensDeadline(t *testing.T) {
 	})
 }
 
-// RP50: An engine that computes and shows nothing for 40 s is not cut, and its rank not tripped, whichever
+// RP50: An engine that computes and shows nothing for 40 s is not cut, and its rank not ejected, whichever
 // node is asked. The streams of one that stands still are cut when it has failed its probe.
 func TestSilenceInsideAStreamIsProgressOrTheEnd(t *testing.T) {
 	t.Parallel()
@@ -177,7 +177,7 @@ func TestSilenceInsideAStreamIsProgressOrTheEnd(t *testing.T) {
 		body := `{"model":"a","stream":true,"messages":[{"role":"user","content":"hello"}],` +
 			`"max_tokens":900,"ignore_eos":true,"stream_interval":400}`
 		for _, p := range c.Peers() {
-			for range 6 { // more than trip a rank
+			for range 6 { // more than eject a rank
 				resp, err := p.Post(t.Context(), "/v1/chat/completions", body)
 				require.NoError(t, err)
 				s := harness.ReadStream(resp)
@@ -281,8 +281,8 @@ func TestTicketOfAVanishedIngressLapses(t *testing.T) {
 	})
 }
 
-// Five failures in a row trip a rank: no request reaches it until a canary comes back, after 1, 2, 4 s.
-func TestTripAndItsCanaries(t *testing.T) {
+// Five failures in a row eject a rank: no request reaches it until a canary comes back, after 1, 2, 4 s.
+func TestEjectionAndItsCanaries(t *testing.T) {
 	for _, recovers := range []bool{true, false} {
 		t.Run(fmt.Sprintf("recovers %v", recovers), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -302,21 +302,21 @@ func TestTripAndItsCanaries(t *testing.T) {
 					return out
 				}
 				assert.Equal(t, map[string]int{"1 0/1": 5, "2 0/1": 5}, served(10))
-				tripped := c.Journal.Times("rank is ejected")
-				require.Len(t, tripped, 1)
-				assert.Equal(t, map[string]int{"1 0/1": 10}, served(10), "nothing reaches a tripped rank")
-				time.Sleep(time.Until(tripped[0].Add(5 * time.Second)))
+				ejected := c.Journal.Times("rank is ejected")
+				require.Len(t, ejected, 1)
+				assert.Equal(t, map[string]int{"1 0/1": 10}, served(10), "nothing reaches an ejected rank")
+				time.Sleep(time.Until(ejected[0].Add(5 * time.Second)))
 				if !recovers {
-					fencedAfterCanaries(t, c, tripped[0])
+					fencedAfterCanaries(t, c, ejected[0])
 					return
 				}
 				c.Recover("a", 0, 0)
-				assert.Equal(t, map[string]int{"1 0/1": 10}, served(10), "only a canary can clear the trip")
-				time.Sleep(time.Until(tripped[0].Add(8 * time.Second)))
+				assert.Equal(t, map[string]int{"1 0/1": 10}, served(10), "only a canary can end the ejection")
+				time.Sleep(time.Until(ejected[0].Add(8 * time.Second)))
 				assert.Equal(t, map[string]int{"1 0/0": 5, "1 0/1": 5}, served(10))
 				cleared := c.Journal.Times("rank is no longer ejected")
 				require.Len(t, cleared, 1)
-				assert.InDelta(t, 7, cleared[0].Sub(tripped[0]).Seconds(), 0.02,
+				assert.InDelta(t, 7, cleared[0].Sub(ejected[0]).Seconds(), 0.02,
 					"1 s, 2 s, 4 s, and the time of a token")
 				assert.Equal(t, uint64(1), c.Unit("a/0/0").Epoch)
 				c.Quiet()
@@ -326,12 +326,12 @@ func TestTripAndItsCanaries(t *testing.T) {
 }
 
 // fencedAfterCanaries: the third failed canary gives an engine of our own up.
-func fencedAfterCanaries(t *testing.T, c *harness.Cluster, tripped time.Time) {
+func fencedAfterCanaries(t *testing.T, c *harness.Cluster, ejected time.Time) {
 	t.Helper()
 	c.WaitUnit("a/0/0", "ready", 2)
 	for _, e := range c.Events("a") {
 		if e.Phase == "fenced" {
-			assert.Equal(t, 7*time.Second, e.Time.Sub(tripped))
+			assert.Equal(t, 7*time.Second, e.Time.Sub(ejected))
 			assert.Contains(t, e.Reason, "5 requests and 3 canaries failed")
 			c.Quiet()
 			return

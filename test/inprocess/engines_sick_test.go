@@ -110,7 +110,7 @@ func TestAPausedEngineKeepsItsStreams(t *testing.T) {
 }
 
 // FS8: answers of engines that are dying, stopping, full or broken while their /health says 200. What failed
-// before its first byte is repeated elsewhere. A full engine is passed over and never tripped.
+// before its first byte is repeated elsewhere. A full engine is passed over and never ejected.
 func TestFS8SickAnswers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
@@ -135,8 +135,8 @@ func TestFS8SickAnswers(t *testing.T) {
 			{Mode: sim.ModeStopping},
 		} {
 			c.Fail("a", 0, 0, f)
-			assert.Equal(t, 5, serve(string(f.Mode)), "%s: five in a row trip the rank", f.Mode)
-			assert.True(t, c.Rank("a", 0, 0).Tripped, f.Mode)
+			assert.Equal(t, 5, serve(string(f.Mode)), "%s: five in a row eject the rank", f.Mode)
+			assert.True(t, c.Rank("a", 0, 0).Ejected, f.Mode)
 			c.Recover("a", 0, 0)
 			time.Sleep(10 * time.Second) // a canary comes back
 			assert.Zero(t, serve("after "+string(f.Mode)))
@@ -144,7 +144,7 @@ func TestFS8SickAnswers(t *testing.T) {
 		c.Fail("a", 0, 0, sim.Fault{Mode: sim.ModeBusy})
 		for range 6 { // a rank that was full gets no requests for a moment
 			assert.Positive(t, serve("busy"), "the next rank takes it")
-			assert.False(t, c.Rank("a", 0, 0).Tripped)
+			assert.False(t, c.Rank("a", 0, 0).Ejected)
 			time.Sleep(10 * time.Second)
 		}
 		c.Recover("a", 0, 0)

@@ -117,7 +117,8 @@ func (x *Problem) GetLeader() string {
 	return ""
 }
 
-// SubscribeRequest is what an ingress node says on its stream: who it is, then whatever it posts to the ranks.
+// SubscribeRequest is what an ingress node says on its stream: who it is, then whatever it posts to the
+// ranks.
 type SubscribeRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Ingress       string                 `protobuf:"bytes,1,opt,name=ingress,proto3" json:"ingress,omitempty"` // the first message only
@@ -343,7 +344,7 @@ type Done struct {
 	HasCached        bool                   `protobuf:"varint,6,opt,name=has_cached,json=hasCached,proto3" json:"has_cached,omitempty"`
 	CompletionTokens int64                  `protobuf:"varint,7,opt,name=completion_tokens,json=completionTokens,proto3" json:"completion_tokens,omitempty"`
 	FirstTokenNano   int64                  `protobuf:"varint,8,opt,name=first_token_nano,json=firstTokenNano,proto3" json:"first_token_nano,omitempty"`
-	Trip             bool                   `protobuf:"varint,9,opt,name=trip,proto3" json:"trip,omitempty"`
+	Charge           bool                   `protobuf:"varint,9,opt,name=charge,proto3" json:"charge,omitempty"`
 	BusyNano         int64                  `protobuf:"varint,10,opt,name=busy_nano,json=busyNano,proto3" json:"busy_nano,omitempty"`
 	Probe            bool                   `protobuf:"varint,11,opt,name=probe,proto3" json:"probe,omitempty"`
 	unknownFields    protoimpl.UnknownFields
@@ -436,9 +437,9 @@ func (x *Done) GetFirstTokenNano() int64 {
 	return 0
 }
 
-func (x *Done) GetTrip() bool {
+func (x *Done) GetCharge() bool {
 	if x != nil {
-		return x.Trip
+		return x.Charge
 	}
 	return false
 }
@@ -561,7 +562,7 @@ func (x *Progress) GetOut() int64 {
 	return 0
 }
 
-// Pardon takes back that an answer counts towards the trip: another rank has answered the same.
+// Pardon takes back that an answer counts towards the ejection: another rank has answered the same.
 type Pardon struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -643,8 +644,9 @@ func (x *Demand) GetWaits() bool {
 	return false
 }
 
-// Records is a piece of the streams of a node's ranks, in order. The records are packed (internal/noderpc, record.go): each has
-// its length in front, so that kinds of a later version can be skipped. Without records it is a heartbeat.
+// Records is a piece of the streams of a node's ranks, in order. The records are packed (internal/noderpc,
+// record.go): each has its length in front, so that kinds of a later version can be skipped. Without records
+// it is a heartbeat.
 type Records struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Packed        []byte                 `protobuf:"bytes,1,opt,name=packed,proto3" json:"packed,omitempty"`
@@ -718,7 +720,7 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	" \x01(\v2\x12.dpserve.v1.DemandH\x00R\x06demand\x12,\n" +
 	"\x06pardon\x18\v \x01(\v2\x12.dpserve.v1.PardonH\x00R\x06pardon\x12 \n" +
 	"\vincarnation\x18\b \x01(\x04R\vincarnationB\t\n" +
-	"\amessage\"\xd5\x02\n" +
+	"\amessage\"\xd9\x02\n" +
 	"\x04Done\x12\x16\n" +
 	"\x06ticket\x18\x01 \x01(\x04R\x06ticket\x12\x18\n" +
 	"\aoutcome\x18\x02 \x01(\rR\aoutcome\x12\x14\n" +
@@ -728,8 +730,8 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\n" +
 	"has_cached\x18\x06 \x01(\bR\thasCached\x12+\n" +
 	"\x11completion_tokens\x18\a \x01(\x03R\x10completionTokens\x12(\n" +
-	"\x10first_token_nano\x18\b \x01(\x03R\x0efirstTokenNano\x12\x12\n" +
-	"\x04trip\x18\t \x01(\bR\x04trip\x12\x1b\n" +
+	"\x10first_token_nano\x18\b \x01(\x03R\x0efirstTokenNano\x12\x16\n" +
+	"\x06charge\x18\t \x01(\bR\x06charge\x12\x1b\n" +
 	"\tbusy_nano\x18\n" +
 	" \x01(\x03R\bbusyNano\x12\x14\n" +
 	"\x05probe\x18\v \x01(\bR\x05probe\"?\n" +

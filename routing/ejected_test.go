@@ -10,9 +10,9 @@ import (
 	"pgregory.net/rapid"
 )
 
-// RP11: whatever happens to the ranks, those that tripped first are left out, at most 30 % of the ready ones
+// RP11: whatever happens to the ranks, those ejected first are left out, at most 30 % of the ready ones
 // or one, and never the last.
-func TestLawTrippedRanksAreLeftOutUpToTheCap(t *testing.T) {
+func TestLawEjectedRanksAreLeftOutUpToTheCap(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		r := NewRouter(LeastLoaded{}, 1)
 		for i := range rapid.IntRange(1, 14).Draw(t, "ranks") {
@@ -29,10 +29,10 @@ func TestLawTrippedRanksAreLeftOutUpToTheCap(t *testing.T) {
 			case 2:
 				r.Observe(&Event{Kind: EvAccepting, Rank: id, Accepting: rapid.Bool().Draw(t, "accepting")})
 			case 3:
-				r.Observe(&Event{Kind: EvTripped, Rank: id})
+				r.Observe(&Event{Kind: EvEjected, Rank: id})
 			default:
 				order++
-				r.Observe(&Event{Kind: EvTripped, Rank: id, N: order})
+				r.Observe(&Event{Kind: EvEjected, Rank: id, N: order})
 			}
 			checkLeftOut(t, r.Snapshot())
 		}
@@ -41,25 +41,25 @@ func TestLawTrippedRanksAreLeftOutUpToTheCap(t *testing.T) {
 
 // checkLeftOut compares with the rule said plainly.
 func checkLeftOut(t *rapid.T, v View) {
-	var ready, tripped []Rank
+	var ready, ejected []Rank
 	for _, rk := range v.Ranks {
 		if rk.Ready {
 			ready = append(ready, rk)
 		}
-		if rk.Ready && rk.Tripped > 0 {
-			tripped = append(tripped, rk)
+		if rk.Ready && rk.Ejected > 0 {
+			ejected = append(ejected, rk)
 		}
 	}
-	slices.SortFunc(tripped, func(a, b Rank) int { return cmp.Compare(a.Tripped, b.Tripped) })
+	slices.SortFunc(ejected, func(a, b Rank) int { return cmp.Compare(a.Ejected, b.Ejected) })
 	most := max(1, len(ready)*3/10)
 	if most == len(ready) {
 		most = 0
 	}
-	for i, rk := range tripped {
+	for i, rk := range ejected {
 		require.Equal(t, i < most, rk.LeftOut, "%s of %d ready ranks", rk.ID, len(ready))
 	}
 	for _, rk := range v.Ranks {
-		require.True(t, !rk.LeftOut || rk.Ready && rk.Tripped > 0)
+		require.True(t, !rk.LeftOut || rk.Ready && rk.Ejected > 0)
 	}
 	if len(ready) == 0 {
 		return
@@ -78,12 +78,12 @@ func routerOf(v View) *Router {
 	return r
 }
 
-func TestATripThatChangesWhoIsLeftOutWakesTheQueue(t *testing.T) {
+func TestAnEjectionThatChangesWhoIsLeftOutWakesTheQueue(t *testing.T) {
 	r := routerWith(LeastLoaded{}, 3, 1)
 	woken := 0
 	r.OnRoom = func() { woken++ }
 	for i, id := range []RankID{ID(0, 2), ID(0, 0), ID(0, 1)} {
-		r.Observe(&Event{Kind: EvTripped, Rank: id, N: i + 1})
+		r.Observe(&Event{Kind: EvEjected, Rank: id, N: i + 1})
 	}
 	leftOut := func() (out []RankID) {
 		for _, rk := range r.Snapshot().Ranks {
@@ -95,11 +95,11 @@ func TestATripThatChangesWhoIsLeftOutWakesTheQueue(t *testing.T) {
 	}
 	assert.Equal(t, []RankID{ID(0, 2)}, leftOut())
 	woken = 0
-	r.Observe(&Event{Kind: EvTripped, Rank: ID(0, 2)})
-	assert.Equal(t, []RankID{ID(0, 0)}, leftOut(), "the next that tripped")
+	r.Observe(&Event{Kind: EvEjected, Rank: ID(0, 2)})
+	assert.Equal(t, []RankID{ID(0, 0)}, leftOut(), "the next that was ejected")
 	assert.Equal(t, 1, woken)
 	r.Observe(&Event{Kind: EvRankUp, Rank: ID(0, 0), Epoch: 1, Incarnation: 7, MaxOngoing: 1})
 	assert.Equal(t, []RankID{ID(0, 0)}, leftOut(), "a snapshot of the same incarnation changes nothing")
 	r.Observe(&Event{Kind: EvRankUp, Rank: ID(0, 0), Epoch: 2, Incarnation: 8, MaxOngoing: 1})
-	assert.Equal(t, []RankID{ID(0, 1)}, leftOut(), "another incarnation has not tripped")
+	assert.Equal(t, []RankID{ID(0, 1)}, leftOut(), "another incarnation is not ejected")
 }

@@ -35,17 +35,17 @@ func poisoned(status, says int) http.HandlerFunc {
 	}
 }
 
-// leftOut counts the ranks that tripped, and those of them that get nothing.
-func (g *rig) leftOut() (tripped, out int) {
+// leftOut counts the ranks that are ejected, and those of them that get nothing.
+func (g *rig) leftOut() (ejected, out int) {
 	for _, rk := range g.in.ensureAppRouter("demo").router.Load().Snapshot().Ranks {
-		if rk.Tripped > 0 {
-			tripped++
+		if rk.Ejected > 0 {
+			ejected++
 		}
 		if rk.LeftOut {
 			out++
 		}
 	}
-	return tripped, out
+	return ejected, out
 }
 
 // RP11: requests that each engine fails eject one rank at most, and failed answers count as load.
@@ -53,7 +53,7 @@ func TestRequestsThatEveryEngineFailsTakeOneRankOut(t *testing.T) {
 	e := poisoned(500, 1000)
 	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}})
 	for _, r := range g.replicas {
-		r.trips = true
+		r.ejects = true
 	}
 	for range 5 {
 		assert.Equal(t, 500, g.post("/v1/chat/completions", poisonBody).status)
@@ -63,8 +63,8 @@ func TestRequestsThatEveryEngineFailsTakeOneRankOut(t *testing.T) {
 		failed += rk.Failed.O()
 	}
 	assert.Positive(t, failed, "their ranks do not look idle")
-	tripped, out := g.leftOut()
-	assert.LessOrEqual(t, tripped, 1, "each request counts on one rank")
+	ejected, out := g.leftOut()
+	assert.LessOrEqual(t, ejected, 1, "each request counts on one rank")
 	assert.LessOrEqual(t, out, 1)
 	for i := range 30 { // a victim beside them
 		require.Equal(t, 500, g.post("/v1/chat/completions", poisonBody).status,
@@ -76,24 +76,24 @@ func TestRequestsThatEveryEngineFailsTakeOneRankOut(t *testing.T) {
 	for range 30 { // nobody else
 		require.Equal(t, 500, g.post("/v1/chat/completions", poisonBody).status)
 	}
-	tripped, out = g.leftOut()
-	assert.GreaterOrEqual(t, tripped, 2)
+	ejected, out = g.leftOut()
+	assert.GreaterOrEqual(t, ejected, 2)
 	assert.Equal(t, 1, out, "one of three")
 	a := g.post("/v1/chat/completions", chatBody)
 	assert.Equal(t, 200, a.status, a.body)
 	assert.Equal(t, 200, g.get("/health").status)
 	info, err := g.in.RouterInfo("demo")
 	require.NoError(t, err)
-	assert.Equal(t, [3]int{2, tripped, 1}, [3]int{info.Ready, info.Tripped, info.LeftOut})
+	assert.Equal(t, [3]int{2, ejected, 1}, [3]int{info.Ready, info.Ejected, info.LeftOut})
 }
 
 // RP44: it is about the request.
-func TestWhatTwoRanksSayAlikeTripsNone(t *testing.T) {
+func TestWhatTwoRanksSayAlikeEjectsNone(t *testing.T) {
 	forEachTransport(t, func(t *testing.T, far bool) {
 		e := poisoned(500, 1)
 		g := newRig(t, options{far: far, engines: []http.HandlerFunc{e, e, e}})
 		for _, r := range g.replicas {
-			r.trips = true
+			r.ejects = true
 		}
 		for range 30 {
 			a := g.post("/v1/chat/completions", poisonBody)
@@ -109,24 +109,24 @@ func TestWhatTwoRanksSayAlikeTripsNone(t *testing.T) {
 			}
 			return failures == 0
 		}, "every failure is taken back")
-		tripped, _ := g.leftOut()
-		assert.Zero(t, tripped)
+		ejected, _ := g.leftOut()
+		assert.Zero(t, ejected)
 	})
 }
 
 func TestTheOnlyRankIsNeverLeftOut(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{poisoned(500, 1)}})
-	g.replicas[0].trips = true
+	g.replicas[0].ejects = true
 	for range 8 {
 		assert.Equal(t, 500, g.post("/v1/chat/completions", poisonBody).status)
 	}
-	tripped, out := g.leftOut()
-	assert.Equal(t, [2]int{1, 0}, [2]int{tripped, out})
+	ejected, out := g.leftOut()
+	assert.Equal(t, [2]int{1, 0}, [2]int{ejected, out})
 	assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
 }
 
 // RP11: answers of 408 and 429 eject no rank.
-func TestAnEnginesOwnLimitsTripNoRank(t *testing.T) {
+func TestAnEnginesOwnLimitsEjectNoRank(t *testing.T) {
 	for _, status := range []int{408, 429} {
 		e := poisoned(status, 1)
 		g := newRig(t, options{
@@ -134,7 +134,7 @@ func TestAnEnginesOwnLimitsTripNoRank(t *testing.T) {
 			app:     func(a *app.Application) { a.Retries.Attempts, a.Timeouts.QueueS = 1, 0.02 },
 		})
 		for _, r := range g.replicas {
-			r.trips = true
+			r.ejects = true
 		}
 		for range 12 {
 			assert.Equal(t, status, g.post("/v1/chat/completions", poisonBody).status)
@@ -142,47 +142,47 @@ func TestAnEnginesOwnLimitsTripNoRank(t *testing.T) {
 				r.endBusy()
 			}
 		}
-		tripped, _ := g.leftOut()
-		assert.Zero(t, tripped, status)
+		ejected, _ := g.leftOut()
+		assert.Zero(t, ejected, status)
 	}
 }
 
-// trip trips the rank, and tells it by a snapshot.
-func (r *replica) trip() {
+// eject ejects the rank, and reports it in a snapshot.
+func (r *replica) eject() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.accepting, r.tripped = false, true
+	r.accepting, r.ejected = false, true
 	r.snapshot()
 }
 
-// RP46: a snapshot reports a trip, like a change of state does.
-func TestASubscriberOfATrippedRankKnowsIt(t *testing.T) {
+// RP46: a snapshot reports an ejection, like a change of state does.
+func TestASubscriberOfAnEjectedRankKnowsIt(t *testing.T) {
 	e := poisoned(500, 1)
 	g := newRig(t, options{engines: []http.HandlerFunc{e, e, e}})
 	r := g.replicas[1]
-	r.trip()
-	tripped, out := g.leftOut()
-	assert.Equal(t, [2]int{1, 1}, [2]int{tripped, out})
+	r.eject()
+	ejected, out := g.leftOut()
+	assert.Equal(t, [2]int{1, 1}, [2]int{ejected, out})
 	a := g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "0/1")
 	assert.Equal(t, 200, a.status, "a request that names it tries it: %s", a.body)
 	r.mu.Lock()
-	r.accepting, r.tripped = true, false
+	r.accepting, r.ejected = true, false
 	r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Accepting: true}})
 	r.mu.Unlock()
-	tripped, out = g.leftOut()
-	assert.Equal(t, [2]int{0, 0}, [2]int{tripped, out})
+	ejected, out = g.leftOut()
+	assert.Equal(t, [2]int{0, 0}, [2]int{ejected, out})
 }
 
 // RP46: of one pool under policy direct, and of a decode pool.
-func TestANamedRankThatIsTrippedIsAsked(t *testing.T) {
+func TestANamedRankThatIsEjectedIsAsked(t *testing.T) {
 	ok := replies(200, wholeAnswer)
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{ok, ok, ok},
 		app:     func(a *app.Application) { a.Routing.Policy = "direct" },
 	})
-	g.replicas[1].trip()
+	g.replicas[1].eject()
 	pair := newPairRig(t, options{prefills: 1, decodes: 3})
-	pair.decodes[1].trip()
+	pair.decodes[1].eject()
 	for _, g := range []*rig{g, pair.rig} {
 		a := g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "0/1")
 		assert.Equal(t, [...]any{200, "1"}, [...]any{a.status, a.header.Get("X-Dpserve-Rank")}, a.body)
