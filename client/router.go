@@ -303,7 +303,7 @@ type Info struct {
 	Ranks         int      `json:"ranks"`
 	Ready         int      `json:"ready"`             // get requests
 	Ejected       int      `json:"ejected,omitempty"` // their last answers failed
-	// of Ejected: get nothing until a canary comes back
+	// of Ejected: get nothing until a probe comes back
 	LeftOut      int            `json:"left_out,omitempty"`
 	Away         map[string]int `json:"away,omitempty"` // ranks by why they compute nothing: asleep, scaling
 	Queued       int            `json:"queued"`

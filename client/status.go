@@ -152,7 +152,7 @@ type RankStatus struct {
 	TTFTp50Ms   float64 `json:"ttft_p50_ms"`        // over the last 512 requests
 	TTFTp95Ms   float64 `json:"ttft_p95_ms"`        //
 	Progress    string  `json:"progress,omitempty"` // while starting: what it waits for
-	// its last answers failed, and no canary has come back yet
+	// its last answers failed, and no probe has come back yet
 	Ejected bool `json:"ejected,omitempty"`
 	// asleep or scaling: its engine says that it does not compute now, and gets no request until it does
 	Away string `json:"away,omitempty"`

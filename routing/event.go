@@ -28,7 +28,7 @@ const (
 	EvRankDown   // rank leaves the view; bumps on it go
 	EvAccepting  // Ready changes to Accepting
 	EvSilent     // Silent changes to Silent
-	EvEjected    // Ejected = N: the rank's last answers failed; 0 = a canary came back
+	EvEjected    // Ejected = N: the rank's last answers failed; 0 = a probe came back
 	EvOnTheWay   // View.OnTheWay = N
 	EvMaxOngoing // MaxOngoing = N
 	EvStatus     // the engine's report: KVUsage; Capacity and BlockSize unless 0

@@ -30,13 +30,13 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 type fakeEngine struct {
 	mu       sync.Mutex
 	health   engine.Health
-	canary   error
+	probe    error
 	counters engine.Counters
 	dumb     error         // what it says instead of its counters
 	held     chan struct{} // it says its counters when this is closed; nil: at once
 	asked    map[string]int
 	frozen   chan struct{} // nothing answers until this is closed; nil: it is not frozen
-	full     bool          // a canary finds no place
+	full     bool          // a probe finds no place
 }
 
 // standStill holds an answer back while the engine is frozen, or as long as the caller waits.
@@ -83,8 +83,8 @@ func (f *fakeEngine) Health(ctx context.Context) (engine.Health, error) {
 	return f.health, errors.New("it is " + f.health.String())
 }
 
-func (f *fakeEngine) Canary(ctx context.Context, _ string) error {
-	f.set(func(f *fakeEngine) { f.asked["canary"]++ })
+func (f *fakeEngine) Probe(ctx context.Context, _ string) error {
+	f.set(func(f *fakeEngine) { f.asked["probe"]++ })
 	f.mu.Lock()
 	full := f.full
 	f.mu.Unlock()
@@ -93,7 +93,7 @@ func (f *fakeEngine) Canary(ctx context.Context, _ string) error {
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return f.canary
+	return f.probe
 }
 
 func (f *fakeEngine) Counters(ctx context.Context) (engine.Counters, error) {

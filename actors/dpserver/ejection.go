@@ -44,21 +44,21 @@ func (a *answers) areBad() bool { return a.inRow >= ejectAfter || a.failed() > e
 func isGood(m *msg.Done) bool { return m.Outcome == msg.OK && m.Cause != msg.CauseClientError }
 
 // ejection judges a rank by its answers. Ejected is a flag and not a phase: the rank runs and admits. The
-// stream says that it is ejected until a canary succeeds, and the Routers leave it out unless too many ranks
+// stream says that it is ejected until a probe succeeds, and the Routers leave it out unless too many ranks
 // of the application are ejected (routing/DESIGN.md, Ejected ranks).
 type ejection struct {
-	r            *replica
-	answers      answers
-	isEjected    bool
-	awaitsCanary bool // a canary was due, and has not ended
-	backoff      time.Duration
-	timer        *time.Timer
+	r           *replica
+	answers     answers
+	isEjected   bool
+	awaitsProbe bool // a probe was due, and has not ended
+	backoff     time.Duration
+	timer       *time.Timer
 }
 
-// ejectionTimer says that the next canary of an ejection is due.
+// ejectionTimer says that the next probe of an ejection is due.
 type ejectionTimer struct{ incarnation uint64 }
 
-// note notes an answer. An attached engine cannot be restarted, so failed canaries never fence it.
+// note notes an answer. An attached engine cannot be restarted, so failed probes never fence it.
 func (p *ejection) note(failed bool) {
 	p.answers.add(failed)
 	if !failed || !p.answers.areBad() || p.isEjected || p.r.state.phase != phaseOpen {
@@ -90,8 +90,8 @@ func (p *ejection) armTimer() {
 
 func (p *ejection) onTimer(m ejectionTimer) {
 	if p.isEjected && m.incarnation == p.r.state.incarnation && p.r.state.phase == phaseOpen {
-		p.awaitsCanary = true
-		p.r.sendCanary()
+		p.awaitsProbe = true
+		p.r.sendProbe()
 	}
 }
 
@@ -106,10 +106,10 @@ func (p *ejection) end() {
 	p.r.publishState("")
 }
 
-// awaitNext waits for the next canary after one that failed.
+// awaitNext waits for the next probe after one that failed.
 func (p *ejection) awaitNext() {
-	if p.awaitsCanary && p.r.state.phase == phaseOpen {
-		p.awaitsCanary = false
+	if p.awaitsProbe && p.r.state.phase == phaseOpen {
+		p.awaitsProbe = false
 		p.armTimer()
 	}
 }

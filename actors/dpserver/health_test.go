@@ -60,7 +60,7 @@ func TestAPardonEndsAnEjection(t *testing.T) {
 		require.True(t, r.Status().Ejected)
 		r.send(&msg.Pardon{})
 		assert.False(t, r.Status().Ejected)
-		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
+		r.engine.set(func(f *fakeEngine) { f.probe = errors.New("no") })
 		time.Sleep(time.Minute)
 		assert.Empty(t, r.tape.nodeEvents(), "nothing is held against the engine")
 	})
@@ -68,7 +68,7 @@ func TestAPardonEndsAnEjection(t *testing.T) {
 
 // RP44: five failed answers in a row eject a rank, whatever errors of clients lie between them; an answered
 // probe lets it in again.
-func TestFiveFailuresEjectAndACanaryClears(t *testing.T) {
+func TestFiveFailuresEjectAndAProbeClears(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		fail := func(n int) {
 			for range n {
@@ -89,15 +89,15 @@ func TestFiveFailuresEjectAndACanaryClears(t *testing.T) {
 		assert.Equal(t, msg.Granted, r.ask().Refusal, "who sees all ranks decides whether it is left out")
 		assert.True(t, r.Status().Ejected)
 
-		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
-		time.Sleep(1001 * time.Millisecond) // the first canary, at 1 s, fails; the second comes 2 s later
-		assert.Equal(t, 1, r.engine.count("canary"))
-		r.engine.set(func(f *fakeEngine) { f.canary = nil })
+		r.engine.set(func(f *fakeEngine) { f.probe = errors.New("no") })
+		time.Sleep(1001 * time.Millisecond) // the first probe, at 1 s, fails; the second comes 2 s later
+		assert.Equal(t, 1, r.engine.count("probe"))
+		r.engine.set(func(f *fakeEngine) { f.probe = nil })
 		time.Sleep(1998 * time.Millisecond)
 		assert.True(t, r.Status().Ejected)
 		time.Sleep(3 * time.Millisecond)
 		synctest.Wait()
-		assert.Equal(t, 2, r.engine.count("canary"))
+		assert.Equal(t, 2, r.engine.count("probe"))
 		assert.False(t, r.Status().Ejected)
 		got = r.tape.take()
 		last = got[len(got)-1]
@@ -109,7 +109,7 @@ func TestFiveFailuresEjectAndACanaryClears(t *testing.T) {
 
 func TestAnEjectedRankIsWatchedAsAnyOther(t *testing.T) {
 	withRank(t, 9, false, func(t *testing.T, r *testRig) {
-		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
+		r.engine.set(func(f *fakeEngine) { f.probe = errors.New("no") })
 		for range 5 {
 			r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Charge: true})
 		}
@@ -126,38 +126,38 @@ func TestAnEjectedRankIsWatchedAsAnyOther(t *testing.T) {
 	})
 }
 
-func TestThreeFailedCanariesGiveAnOwnedEngineUp(t *testing.T) {
+func TestThreeFailedProbesGiveAnOwnedEngineUp(t *testing.T) {
 	for _, owned := range []bool{true, false} {
 		withRank(t, 9, owned, func(t *testing.T, r *testRig) {
-			r.engine.set(func(f *fakeEngine) { f.canary = errors.New("500") })
+			r.engine.set(func(f *fakeEngine) { f.probe = errors.New("500") })
 			for range 5 {
 				r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Charge: true})
 			}
 			time.Sleep((1+2+4)*time.Second + time.Millisecond)
 			synctest.Wait()
-			assert.Equal(t, 3, r.engine.count("canary"))
+			assert.Equal(t, 3, r.engine.count("probe"))
 			events := r.tape.nodeEvents()
 			if !owned {
 				assert.Empty(t, events)
 				time.Sleep((8+16+32+64+64)*time.Second + time.Millisecond)
-				assert.Equal(t, 8, r.engine.count("canary"), "the backoff ends at 64 s")
+				assert.Equal(t, 8, r.engine.count("probe"), "the backoff ends at 64 s")
 				return
 			}
 			require.Len(t, events, 1)
 			assert.Equal(t, msg.ReplicaEvent{
 				Unit: "demo/0/2", Epoch: 3, Rank: 2, Incarnation: 7, Kind: msg.ReplicaLost,
-				Cause: "5 requests and 3 canaries failed: 500",
+				Cause: "5 requests and 3 probes failed: 500",
 			}, events[0])
 			assert.Equal(t, msg.Fenced, r.ask().Refusal)
 		})
 	}
 }
 
-// HF55: failed canaries fence an engine only if no token came out since the last sign. The tokens that
-// canaries ask for themselves are no sign.
+// HF55: failed probes fence an engine only if no token came out since the last sign. The tokens that
+// probes ask for themselves are no sign.
 func TestAnEjectedEngineThatStreamsIsNotGivenUp(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
-		r.engine.set(func(f *fakeEngine) { f.canary, f.counters.Seen = errors.New("500"), true })
+		r.engine.set(func(f *fakeEngine) { f.probe, f.counters.Seen = errors.New("500"), true })
 		long := r.ask().Ticket.ID
 		for range 5 {
 			r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Charge: true})
@@ -166,18 +166,18 @@ func TestAnEjectedEngineThatStreamsIsNotGivenUp(t *testing.T) {
 			time.Sleep(time.Second)
 			r.send(&msg.Progress{TicketID: long, Out: out})
 		}
-		assert.Equal(t, 5, r.engine.count("canary"), "at 1, 3, 7, 15, 31 s")
+		assert.Equal(t, 5, r.engine.count("probe"), "at 1, 3, 7, 15, 31 s")
 		for range 20 { // an answer that is not streamed shows in the counters only
 			time.Sleep(2 * time.Second)
 			r.engine.set(func(f *fakeEngine) { f.counters.GenerationTokens += 100 })
 		}
 		assert.Empty(t, r.tape.nodeEvents())
 		r.send(&msg.Done{TicketID: long, Outcome: msg.Cancelled})
-		time.Sleep(time.Second / 2) // canaries are sent at whole seconds: each read shows the token of one
+		time.Sleep(time.Second / 2) // probes are sent at whole seconds: each read shows the token of one
 		for range 200 {
 			time.Sleep(time.Second)
-			canaries := r.engine.count("canary")
-			r.engine.set(func(f *fakeEngine) { f.counters.GenerationTokens = 2000 + float64(canaries) })
+			probes := r.engine.count("probe")
+			r.engine.set(func(f *fakeEngine) { f.counters.GenerationTokens = 2000 + float64(probes) })
 		}
 		require.Len(t, r.tape.nodeEvents(), 1)
 	})
@@ -222,10 +222,10 @@ func TestAnEngineSaysHowLongItIsBusy(t *testing.T) {
 	})
 }
 
-func TestHealthFencesAtOnceOrAsksTheCanary(t *testing.T) {
+func TestHealthFencesAtOnceOrAsksTheProbe(t *testing.T) {
 	cases := map[string]struct {
 		health engine.Health
-		canary error
+		probe  error
 		cause  string
 	}{
 		"alive":                   {engine.Alive, nil, ""},
@@ -244,10 +244,10 @@ func TestHealthFencesAtOnceOrAsksTheCanary(t *testing.T) {
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
 			withRank(t, 9, true, func(t *testing.T, r *testRig) {
-				r.engine.set(func(f *fakeEngine) { f.health, f.canary = c.health, c.canary })
+				r.engine.set(func(f *fakeEngine) { f.health, f.probe = c.health, c.probe })
 				time.Sleep(1001 * time.Millisecond)
 				synctest.Wait()
-				if c.canary != nil {
+				if c.probe != nil {
 					require.Empty(t, r.tape.nodeEvents(), "once is no suspicion")
 					time.Sleep(time.Second)
 					synctest.Wait()
@@ -279,9 +279,9 @@ func TestAFailedConnectionIsProbedAtOnce(t *testing.T) {
 }
 
 // RP50: a stream with gaps of 40 s, near and far; a rank with open requests and no progress, with and without
-// `/metrics`, whose canary is answered or fails; a short `between_tokens_s`; a rank fenced for another
+// `/metrics`, whose probe is answered or fails; a short `between_tokens_s`; a rank fenced for another
 // reason; a lockstep group; one stream that is silent beside a working engine: the stream goes on and its
-// rank is not ejected; a failed canary fences the rank as `stalled` and cuts its streams and those of its
+// rank is not ejected; a failed probe fences the rank as `stalled` and cuts its streams and those of its
 // group at once, any other fence none; the one stream ends after `first_token_s` as `silent_stream` and
 // ejects nothing.
 func TestStalls(t *testing.T) {
@@ -289,28 +289,28 @@ func TestStalls(t *testing.T) {
 	cases := map[string]struct {
 		work   bool
 		during func(r *testRig)
-		canary error
+		probe  error
 		dumb   error   // of /metrics
 		quick  float64 // between_tokens_s
 		lost   string  // after how long without progress; "": the rank lives
 	}{
-		"no work":                         {canary: stuck},
-		"nothing moves":                   {work: true, canary: stuck, lost: "20s"},
-		"nothing moves, no metrics":       {work: true, canary: stuck, dumb: stuck, lost: "20s"},
-		"a short between_tokens_s":        {work: true, canary: stuck, quick: 5, lost: "5s"},
-		"the canary answers":              {work: true},
-		"the canary answers, no metrics":  {work: true, dumb: stuck},
-		"the canary answers, asked early": {work: true, quick: 5},
+		"no work":                        {probe: stuck},
+		"nothing moves":                  {work: true, probe: stuck, lost: "20s"},
+		"nothing moves, no metrics":      {work: true, probe: stuck, dumb: stuck, lost: "20s"},
+		"a short between_tokens_s":       {work: true, probe: stuck, quick: 5, lost: "5s"},
+		"the probe answers":              {work: true},
+		"the probe answers, no metrics":  {work: true, dumb: stuck},
+		"the probe answers, asked early": {work: true, quick: 5},
 		"the engine's counters move": {
-			work: true, canary: stuck,
+			work: true, probe: stuck,
 			during: func(r *testRig) { r.engine.set(func(f *fakeEngine) { f.counters.PromptTokens++ }) },
 		},
 		"a stream moves": {
-			work: true, canary: stuck,
+			work: true, probe: stuck,
 			during: func(r *testRig) { r.send(&msg.Progress{TicketID: 1, Out: int(time.Now().Unix())}) },
 		},
 		"another request was answered": {
-			work: true, canary: stuck,
+			work: true, probe: stuck,
 			during: func(r *testRig) { r.send(&msg.Done{TicketID: r.ask().Ticket.ID}) },
 		},
 	}
@@ -318,7 +318,7 @@ func TestStalls(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			withRank(t, 9, true, func(t *testing.T, r *testRig) {
 				r.engine.set(func(f *fakeEngine) {
-					f.canary, f.counters.Seen, f.dumb = c.canary, true, c.dumb
+					f.probe, f.counters.Seen, f.dumb = c.probe, true, c.dumb
 				})
 				if c.work {
 					r.spec.App.Timeouts.BetweenTokensS = c.quick
@@ -347,7 +347,7 @@ func TestStalls(t *testing.T) {
 }
 
 // HF55, HF56: an engine that hangs is out after as long as ever, and one that stood still for a while goes
-// on. The engine's canary finds no place before or after.
+// on. The engine's probe finds no place before or after.
 func TestASilentEngineIsFencedWhenNothingMoves(t *testing.T) {
 	const never, soon, late = time.Duration(0), 16 * time.Second, 31 * time.Second
 	for name, c := range map[string]struct {
@@ -427,7 +427,7 @@ func TestAStallIsDecidedAlsoWhenItsRequestsEnd(t *testing.T) {
 		r.engine.set(func(f *fakeEngine) { f.full = true })
 		id := r.ask().Ticket.ID
 		time.Sleep(25 * time.Second)
-		require.Equal(t, 1, r.engine.count("canary"))
+		require.Equal(t, 1, r.engine.count("probe"))
 		r.send(&msg.Done{TicketID: id, Outcome: msg.FailedOutcome})
 		r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Cause: msg.CauseClientError})
 		time.Sleep(6 * time.Second)
@@ -439,7 +439,7 @@ func TestAStallIsDecidedAlsoWhenItsRequestsEnd(t *testing.T) {
 // read is no progress.
 func TestAFailedReadIsNoSample(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
-		r.engine.set(func(f *fakeEngine) { f.canary, f.dumb = errors.New("time-out"), errors.New("busy") })
+		r.engine.set(func(f *fakeEngine) { f.probe, f.dumb = errors.New("time-out"), errors.New("busy") })
 		r.ask()
 		time.Sleep(10500 * time.Millisecond)
 		r.engine.set(func(f *fakeEngine) { f.dumb, f.counters.Seen, f.counters.PromptTokens = nil, true, 7 })
@@ -451,7 +451,7 @@ func TestAFailedReadIsNoSample(t *testing.T) {
 func TestAPredictedPrefillStretchesTheStallTimeout(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		r.node.PrefillTime = func(tokens int) time.Duration { return time.Duration(tokens) * time.Second }
-		r.engine.set(func(f *fakeEngine) { f.canary = errors.New("no") })
+		r.engine.set(func(f *fakeEngine) { f.probe = errors.New("no") })
 		r.ask() // 100 tokens: 3 × 100 s
 		time.Sleep(299 * time.Second)
 		assert.Empty(t, r.tape.nodeEvents())
@@ -463,14 +463,14 @@ func TestAPredictedPrefillStretchesTheStallTimeout(t *testing.T) {
 func TestAnAttachedEngineComesBackWithANewIncarnation(t *testing.T) {
 	withRank(t, 9, false, func(t *testing.T, r *testRig) {
 		r.ask()
-		r.engine.set(func(f *fakeEngine) { f.health, f.canary = engine.RefusedConn, errors.New("no") })
+		r.engine.set(func(f *fakeEngine) { f.health, f.probe = engine.RefusedConn, errors.New("no") })
 		time.Sleep(1001 * time.Millisecond)
 		synctest.Wait()
 		require.Len(t, r.tape.nodeEvents(), 1)
 		r.engine.set(func(f *fakeEngine) { f.health = engine.Alive })
 		time.Sleep(5 * time.Second)
 		require.Empty(t, r.tape.nodeEvents(), "alive is not enough")
-		r.engine.set(func(f *fakeEngine) { f.canary = nil })
+		r.engine.set(func(f *fakeEngine) { f.probe = nil })
 		time.Sleep(5 * time.Second)
 		events := r.tape.nodeEvents()
 		require.Len(t, events, 1)
@@ -533,7 +533,7 @@ func TestAssignChecksTheGrant(t *testing.T) {
 
 func TestDefaultsArePinned(t *testing.T) {
 	assert.Equal(t, Timers{
-		Canary: 10 * time.Second, TicketLapse: 5 * time.Second,
+		Probe: 10 * time.Second, TicketLapse: 5 * time.Second,
 		EjectionBackoff: time.Second,
 		EjectionCeiling: 64 * time.Second, CounterLimit: 500 * time.Millisecond, Scrape: time.Second,
 		Silence: 30 * time.Second,
@@ -545,7 +545,7 @@ func TestDefaultsArePinned(t *testing.T) {
 }
 
 // RP51, RP52: TestAnEngineThatSaysThatItDoesNotCompute leaves routing at its first word and comes back at its
-// next. It is not fenced, though its open requests stand still and no canary is answered.
+// next. It is not fenced, though its open requests stand still and no probe is answered.
 func TestAnEngineThatSaysThatItDoesNotCompute(t *testing.T) {
 	for title, say := range map[string]func(f *fakeEngine, isAway bool){
 		msg.CauseAsleep: func(f *fakeEngine, isAway bool) { f.counters.Asleep = isAway },

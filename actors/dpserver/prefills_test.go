@@ -118,7 +118,7 @@ func TestAPredictionEndsWithItsTicket(t *testing.T) {
 func TestAPredictedFirstTokenSaysNothingOfTheEngine(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		r.node.PrefillTime = perToken
-		r.engine.set(func(f *fakeEngine) { f.canary, f.counters.Seen = assert.AnError, true })
+		r.engine.set(func(f *fakeEngine) { f.probe, f.counters.Seen = assert.AnError, true })
 		r.ask(whole, func(a *msg.Admit) { a.Tokens = 1500 }) // 15 s; it has 45 s
 		time.Sleep(44 * time.Second)
 		assert.Empty(t, r.tape.nodeEvents())

@@ -235,7 +235,7 @@ func (r *replica) fence(cause string) {
 		return
 	}
 	r.state.phase, r.turns = phaseFenced, turns{}
-	r.monitor.reportedBack, r.monitor.canarySent = false, time.Time{} // of the engine before the fence
+	r.monitor.reportedBack, r.monitor.probeSent = false, time.Time{} // of the engine before the fence
 	r.publishState(cause)
 	r.log.Debug("rank is fenced", slog.String("cause", cause), slog.Int("in_flight", r.account.openCount()))
 	r.closeDrainedIfIdle()
@@ -504,7 +504,7 @@ func (r *replica) applyOutcome(m *msg.Done) {
 		r.ejection.note(m.Charge)
 	}
 	if m.Probe {
-		r.probeHealth()
+		r.checkHealth()
 	}
 }
 

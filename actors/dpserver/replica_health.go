@@ -18,8 +18,8 @@ import (
 type healthMonitor struct {
 	round         uint64 // number of this monitor: results and ticks of an earlier one are dropped
 	timer         *time.Timer
-	healthPending bool      // a health probe runs
-	canarySent    time.Time // of the canary that runs; zero: none runs
+	healthPending bool      // a health check runs
+	probeSent     time.Time // of the probe that runs; zero: none runs
 	reportedBack  bool      // attach: ReplicaBack was reported, and the node's Ready has not come yet
 	readPending   bool      // a read of the counters for the gate runs
 	gate          healthGate
@@ -34,10 +34,10 @@ type (
 		health engine.Health
 		err    error
 	}
-	canaryResult struct {
+	probeResult struct {
 		sent time.Time
 		err  error
-		read counterRead // after a canary that failed
+		read counterRead // after a probe that failed
 	}
 	countersResult struct{ counterRead }
 )
@@ -52,7 +52,7 @@ type counterRead struct {
 // readEngine reads the engine's counters beside the actor, and posts what resultOf makes of them.
 func (r *replica) readEngine(resultOf func(counterRead) any) {
 	s, round := r.Server, r.monitor.round
-	r.runProbe(r.timers.CounterLimit, func(ctx context.Context) {
+	r.runCheck(r.timers.CounterLimit, func(ctx context.Context) {
 		s.box.Send(resultOf(s.readCounters(ctx, round)))
 	})
 }
@@ -83,11 +83,11 @@ func (r *replica) receiveMonitor(m any) {
 				r.onHealth(m)
 			}
 		}
-	case canaryResult:
-		if m.read.round == r.monitor.round && m.sent.Equal(r.monitor.canarySent) {
-			r.monitor.canarySent = time.Time{}
+	case probeResult:
+		if m.read.round == r.monitor.round && m.sent.Equal(r.monitor.probeSent) {
+			r.monitor.probeSent = time.Time{}
 			if r.isMonitored() {
-				r.onCanary(m)
+				r.onProbe(m)
 			}
 		}
 	case countersResult:
@@ -118,7 +118,7 @@ func (r *replica) onHealthTick() {
 		return
 	}
 	r.armHealthTick()
-	r.probeHealth()
+	r.checkHealth()
 	r.checkStall()
 	r.refreshRouting()
 	r.kv.checkEventHealth()
@@ -127,21 +127,21 @@ func (r *replica) onHealthTick() {
 	}
 }
 
-// probeHealth sends GET /health beside the actor, one request at a time.
-func (r *replica) probeHealth() {
+// checkHealth sends GET /health beside the actor, one request at a time.
+func (r *replica) checkHealth() {
 	if r.monitor.healthPending || !r.isMonitored() {
 		return
 	}
 	r.monitor.healthPending = true
 	s, round := r.Server, r.monitor.round
-	r.runProbe(healthTimeout(r.spec.App), func(ctx context.Context) {
+	r.runCheck(healthTimeout(r.spec.App), func(ctx context.Context) {
 		h, err := s.engine.Health(ctx)
 		s.box.Send(healthResult{round, h, err})
 	})
 }
 
 // onHealth fences at once on a 503 or a refused connection. A timeout or an odd status is reported to the
-// gate. The canary is sent with the first report already, so that waiting for the second one costs no time. A
+// gate. The probe is sent with the first report already, so that waiting for the second one costs no time. A
 // healthy answer only proves that a process exists.
 func (r *replica) onHealth(m healthResult) {
 	if r.state.phase == phaseFenced {
@@ -164,7 +164,7 @@ func (r *replica) onHealth(m healthResult) {
 		r.monitor.gate.report(lateHealth, "health check: "+m.err.Error(), time.Now())
 		r.readCounters()
 		if r.monitor.gate.suspicions[lateHealth].failed == 0 {
-			r.sendCanary()
+			r.sendProbe()
 		}
 	}
 }
@@ -210,26 +210,26 @@ func (r *replica) setAway(now away) {
 func (r *replica) onHealthWhileFenced(h engine.Health) {
 	switch {
 	case h == engine.Alive && !r.monitor.reportedBack:
-		r.sendCanary()
+		r.sendProbe()
 	case h != engine.Alive && r.monitor.reportedBack:
 		r.monitor.reportedBack = false
 		r.reportToNode(msg.ReplicaLost, "the engine is "+h.String()+" again")
 	}
 }
 
-// sendCanary sends a canary beside the actor, one at a time. If it fails, the engine's counters are read at
-// once, within the time of the canary.
-func (r *replica) sendCanary() {
-	if !r.monitor.canarySent.IsZero() {
+// sendProbe sends a probe beside the actor, one at a time. If it fails, the engine's counters are read at
+// once, within the time of the probe.
+func (r *replica) sendProbe() {
+	if !r.monitor.probeSent.IsZero() {
 		return
 	}
-	r.monitor.canarySent = time.Now()
-	r.monitor.gate.canaries++
-	s, round, sent, model := r.Server, r.monitor.round, r.monitor.canarySent, r.spec.App.Model.ID
-	r.runProbe(r.timers.Canary, func(ctx context.Context) {
-		limited, cancel := context.WithTimeout(ctx, s.timers.Canary-s.timers.CounterLimit)
+	r.monitor.probeSent = time.Now()
+	r.monitor.gate.probes++
+	s, round, sent, model := r.Server, r.monitor.round, r.monitor.probeSent, r.spec.App.Model.ID
+	r.runCheck(r.timers.Probe, func(ctx context.Context) {
+		limited, cancel := context.WithTimeout(ctx, s.timers.Probe-s.timers.CounterLimit)
 		defer cancel()
-		m := canaryResult{sent: sent, err: s.engine.Canary(limited, model), read: counterRead{round: round}}
+		m := probeResult{sent: sent, err: s.engine.Probe(limited, model), read: counterRead{round: round}}
 		if m.err != nil {
 			m.read = s.readCounters(ctx, round)
 		}
@@ -237,7 +237,7 @@ func (r *replica) sendCanary() {
 	})
 }
 
-func (r *replica) onCanary(m canaryResult) {
+func (r *replica) onProbe(m probeResult) {
 	isFenced := r.state.phase == phaseFenced
 	switch {
 	case isFenced && m.err == nil:
@@ -246,11 +246,11 @@ func (r *replica) onCanary(m canaryResult) {
 	case isFenced:
 	case m.err == nil:
 		r.ejection.end()
-		r.noteSign(signCanary)
+		r.noteSign(signProbe)
 	default:
 		r.noteRead(m.read)
 		if r.away.reason() == "" {
-			r.monitor.gate.noteFailedCanary(m.sent, m.err)
+			r.monitor.gate.noteFailedProbe(m.sent, m.err)
 			r.judgeEngine()
 		}
 		r.ejection.awaitNext()
@@ -259,7 +259,7 @@ func (r *replica) onCanary(m canaryResult) {
 
 // checkStall checks that an engine with open requests makes progress. Half way through a time without
 // progress, and from its end on, it reads the engine's counters: if they moved, the engine works on something
-// that no stream shows yet. It also reads them while a failed canary has not led to a decision.
+// that no stream shows yet. It also reads them while a failed probe has not led to a decision.
 func (r *replica) checkStall() {
 	now, g := time.Now(), &r.monitor.gate
 	if r.account.openCount() == 0 {
@@ -272,7 +272,7 @@ func (r *replica) checkStall() {
 	}
 }
 
-// suspectAfter is how long an engine with open requests may show no progress until a canary asks whether it
+// suspectAfter is how long an engine with open requests may show no progress until a probe asks whether it
 // works: the stall limit, or between_tokens_s if that is shorter.
 func (r *replica) suspectAfter() time.Duration {
 	return r.atLeastPrefill(min(stallTimeout(r.spec.App), betweenTokens(r.spec.App)))
@@ -306,7 +306,7 @@ func (r *replica) onCounters(m countersResult) {
 	if r.away.reason() == "" && open > 0 && quiet >= r.suspectAfter() && g.suspicions[stalled].failed == 0 {
 		g.report(stalled, fmt.Sprintf("no progress for %s with %d requests in hand",
 			quiet.Round(time.Millisecond), open), now)
-		r.sendCanary()
+		r.sendProbe()
 	}
 	r.judgeEngine()
 }
@@ -327,7 +327,7 @@ func (r *replica) noteRead(m counterRead) {
 	now := time.Now()
 	r.monitor.gate.noteBatches(r.kv.eventStats().Batches, now)
 	if m.err == nil {
-		r.monitor.gate.noteCounters(&m.counters, !r.monitor.canarySent.IsZero(), now)
+		r.monitor.gate.noteCounters(&m.counters, !r.monitor.probeSent.IsZero(), now)
 		r.setAway(away{
 			byHealth: r.away.byHealth, byCounters: m.counters.Asleep, byCall: r.away.byCall,
 		})
@@ -343,7 +343,7 @@ func (r *replica) onControlled(effect openai.Effect) {
 		r.setAway(now)
 	case openai.Wakes:
 		r.setAway(away{}) // the next health check and the next counters say so if it still sleeps
-		r.probeHealth()
+		r.checkHealth()
 	case openai.ClearsCache:
 		r.recorder.box.Send(engineSlept{})
 	case openai.NoEffect, openai.ChangesModels:
@@ -351,7 +351,7 @@ func (r *replica) onControlled(effect openai.Effect) {
 }
 
 func (r *replica) judge() (verdict, suspicion) {
-	patience := r.stallLimit() + r.timers.Canary
+	patience := r.stallLimit() + r.timers.Probe
 	return r.monitor.gate.judge(time.Now(), r.account.openCount() > 0, patience)
 }
 
@@ -363,7 +363,7 @@ func (r *replica) judgeEngine() {
 		state := &r.monitor.gate.suspicions[by]
 		cause := fmt.Sprintf("%s; then the probe failed: %v", state.cause, state.failure)
 		if by == ejected {
-			cause = fmt.Sprintf("%d requests and %d canaries failed: %v", r.ejection.answers.failed(),
+			cause = fmt.Sprintf("%d requests and %d probes failed: %v", r.ejection.answers.failed(),
 				state.failed, state.failure)
 		}
 		r.fence(msg.CauseStalled)

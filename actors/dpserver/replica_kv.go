@@ -171,7 +171,7 @@ func (k *replicaKV) startSubscription() {
 		return
 	}
 	k.health.isStarting = true
-	k.r.runProbe(k.r.timers.CounterLimit, func(ctx context.Context) {
+	k.r.runCheck(k.r.timers.CounterLimit, func(ctx context.Context) {
 		s.box.Send(subscriptionResult{life, s.replaceSubscription(ctx, src, life)})
 	})
 }

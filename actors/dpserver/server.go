@@ -35,7 +35,7 @@ const mailboxBound = 4096
 // Engine is the part of an engine client that a DPServer uses. engine.Client implements it.
 type Engine interface {
 	Health(ctx context.Context) (engine.Health, error)
-	Canary(ctx context.Context, model string) error
+	Probe(ctx context.Context, model string) error
 	Counters(ctx context.Context) (engine.Counters, error)
 }
 
@@ -149,10 +149,10 @@ func secondsOf(value, otherwise float64) time.Duration {
 // Timers are the times of a DPServer; the zero value of a field means its default. The period of the health
 // probe and the stall timeout are settings of the application.
 type Timers struct {
-	Canary time.Duration // deadline of a canary
+	Probe time.Duration // deadline of a probe
 	// from the end of an admission's context to the end of its ticket, if no Done came
 	TicketLapse     time.Duration
-	EjectionBackoff time.Duration // before the first canary of an ejected rank; each later wait doubles
+	EjectionBackoff time.Duration // before the first probe of an ejected rank; each later wait doubles
 	EjectionCeiling time.Duration // the longest such wait
 	CounterLimit    time.Duration // deadline of one read of /metrics
 	Scrape          time.Duration // between two reads, while something needs their values
@@ -164,7 +164,7 @@ type Timers struct {
 const (
 	ejectAfter     = 5  // failures in a row that eject a rank
 	ejectionWindow = 20 // last answers, of which more than half eject a rank if they failed
-	fenceAfter     = 3  // failed canaries in a row that fence an owned engine
+	fenceAfter     = 3  // failed probes in a row that fence an owned engine
 	stallFactor    = 3  // the stall timeout is at least this times the predicted time of the open prefill
 )
 
@@ -173,7 +173,7 @@ func (t Timers) withDefaults() Timers {
 		of       *time.Duration
 		standard time.Duration
 	}{
-		{&t.Canary, 10 * time.Second},
+		{&t.Probe, 10 * time.Second},
 		{&t.TicketLapse, 5 * time.Second},
 		{&t.EjectionBackoff, time.Second},
 		{&t.EjectionCeiling, 64 * time.Second},
@@ -200,10 +200,10 @@ type Server struct {
 	box       *inbox.Inbox // of the replica
 	createdAt time.Time    // the origin of the rank's clock
 
-	// the life of the actor's own probes; Stop cancels it
-	ctx    context.Context //nolint:containedctx // the life of the actor's own probes, cancelled by Stop
+	// the life of the actor's own checks; Stop cancels it
+	ctx    context.Context //nolint:containedctx // the life of the actor's own checks, cancelled by Stop
 	cancel context.CancelFunc
-	probes sync.WaitGroup
+	checks sync.WaitGroup
 
 	drained   chan struct{}
 	drainOnce sync.Once
@@ -286,7 +286,7 @@ func (s *Server) Status() client.RankStatus {
 	return st
 }
 
-// Stop ends the stream (RecGone), the probes, the subscription and the actors, and waits for them. It is
+// Stop ends the stream (RecGone), the checks, the subscription and the actors, and waits for them. It is
 // idempotent.
 func (s *Server) Stop(ctx context.Context) error {
 	s.cancel()
@@ -300,14 +300,14 @@ func (s *Server) Stop(ctx context.Context) error {
 			return fmt.Errorf("stop rank %s: %w", s.id, context.Cause(ctx))
 		}
 	}
-	s.probes.Wait() // every probe ends when s.ctx does
+	s.checks.Wait() // every check ends when s.ctx does
 	return nil
 }
 
-// runProbe runs work beside the actor, until the Server stops or the limit is over. Work posts its result to
+// runCheck runs work beside the actor, until the Server stops or the limit is over. Work posts its result to
 // the actor.
-func (s *Server) runProbe(limit time.Duration, work func(ctx context.Context)) {
-	s.probes.Go(func() {
+func (s *Server) runCheck(limit time.Duration, work func(ctx context.Context)) {
+	s.checks.Go(func() {
 		ctx, cancel := context.WithTimeout(s.ctx, limit)
 		defer cancel()
 		work(ctx)

@@ -12,10 +12,10 @@ type sign uint8
 
 const (
 	signHealth    sign = iota // /health answered 200: the process lives
-	signCanary                // a canary was answered: the engine computes
+	signProbe                 // a probe was answered: the engine computes
 	signTokens                // a request got a first token, output, or a whole answer of the model
 	signCounters              // the engine counted more prompt tokens or generated tokens
-	signGenerated             // the engine generated more tokens than canaries asked for
+	signGenerated             // the engine generated more tokens than probes asked for
 	signEvents                // the engine published KV events
 	signCount
 )
@@ -34,7 +34,7 @@ const (
 type suspicionRule struct {
 	refutedBy [signCount]bool
 	reports   int // in a row, of what raises the suspicion
-	canaries  int // failed canaries
+	probes    int // failed probes
 }
 
 // suspicionRules are the rules of all suspicions. The front end of an engine may answer /health while the
@@ -45,19 +45,19 @@ type suspicionRule struct {
 var suspicionRules = [suspicionCount]suspicionRule{
 	lateHealth: {
 		refutedBy: [signCount]bool{
-			signHealth: true, signCanary: true, signTokens: true, signCounters: true, signEvents: true,
+			signHealth: true, signProbe: true, signTokens: true, signCounters: true, signEvents: true,
 		},
-		reports: 2, canaries: 1,
+		reports: 2, probes: 1,
 	},
 	stalled: {
 		refutedBy: [signCount]bool{
-			signCanary: true, signTokens: true, signCounters: true, signEvents: true,
+			signProbe: true, signTokens: true, signCounters: true, signEvents: true,
 		},
-		reports: 1, canaries: 1,
+		reports: 1, probes: 1,
 	},
 	ejected: {
-		refutedBy: [signCount]bool{signCanary: true, signTokens: true, signGenerated: true},
-		reports:   1, canaries: fenceAfter,
+		refutedBy: [signCount]bool{signProbe: true, signTokens: true, signGenerated: true},
+		reports:   1, probes: fenceAfter,
 	},
 }
 
@@ -66,7 +66,7 @@ type suspicionState struct {
 	since    time.Time // no sign that refutes it was seen since then; zero: there is no suspicion
 	cause    string
 	reports  int
-	failed   int   // canaries in a row
+	failed   int   // probes in a row
 	failure  error // of the last one
 	timedOut bool  // the last one got no answer
 }
@@ -82,7 +82,7 @@ type healthGate struct {
 	countersAt time.Time            // of that read; zero: there was none
 	batches    uint64               // of KV events at the last look
 	batchesAt  time.Time            // of that look; zero: there was none
-	canaries   float64              // whose tokens may be in the next read
+	probes     float64              // whose tokens may be in the next read
 	suspicions [suspicionCount]suspicionState
 }
 
@@ -96,7 +96,7 @@ func newHealthGate(now time.Time) healthGate {
 }
 
 // noteSign notes a sign of life at an instant, and ends the suspicions that it refutes. An ejection ends with
-// an answered canary only; after another sign its failed canaries are counted anew.
+// an answered probe only; after another sign its failed probes are counted anew.
 func (g *healthGate) noteSign(s sign, at time.Time) {
 	if at.After(g.seen[s]) {
 		g.seen[s] = at
@@ -106,7 +106,7 @@ func (g *healthGate) noteSign(s sign, at time.Time) {
 		if state.since.IsZero() || !suspicionRules[k].refutedBy[s] || at.Before(state.since) {
 			continue
 		}
-		if suspicion(k) == ejected && s != signCanary {
+		if suspicion(k) == ejected && s != signProbe {
 			state.since, state.failed = at, 0
 		} else {
 			*state = suspicionState{}
@@ -123,9 +123,9 @@ func (g *healthGate) noteBatches(batches uint64, now time.Time) {
 	g.batches, g.batchesAt = batches, now
 }
 
-// noteCounters compares the engine's counters with the last read in the same way. canaryRuns says that a
-// canary is under way, whose token the next read may show.
-func (g *healthGate) noteCounters(c *engine.Counters, canaryRuns bool, now time.Time) {
+// noteCounters compares the engine's counters with the last read in the same way. probeRuns says that a
+// probe is under way, whose token the next read may show.
+func (g *healthGate) noteCounters(c *engine.Counters, probeRuns bool, now time.Time) {
 	if !c.Seen {
 		return
 	}
@@ -133,13 +133,13 @@ func (g *healthGate) noteCounters(c *engine.Counters, canaryRuns bool, now time.
 		if c.Moved(g.counters) {
 			g.noteSign(signCounters, g.countersAt)
 		}
-		if c.GenerationTokens-g.counters.GenerationTokens > g.canaries {
+		if c.GenerationTokens-g.counters.GenerationTokens > g.probes {
 			g.noteSign(signGenerated, g.countersAt)
 		}
 	}
-	g.counters, g.countersAt, g.canaries = *c, now, 0
-	if canaryRuns {
-		g.canaries = 1
+	g.counters, g.countersAt, g.probes = *c, now, 0
+	if probeRuns {
+		g.probes = 1
 	}
 }
 
@@ -160,9 +160,9 @@ func (g *healthGate) report(k suspicion, cause string, now time.Time) {
 	state.reports++
 }
 
-// noteFailedCanary counts a canary that failed against every suspicion, unless a sign that refutes the
-// suspicion was seen since the canary was sent: then the engine works, and had no time for it.
-func (g *healthGate) noteFailedCanary(sent time.Time, err error) {
+// noteFailedProbe counts a probe that failed against every suspicion, unless a sign that refutes the
+// suspicion was seen since the probe was sent: then the engine works, and had no time for it.
+func (g *healthGate) noteFailedProbe(sent time.Time, err error) {
 	var timeout interface{ Timeout() bool }
 	for k := range g.suspicions {
 		state := &g.suspicions[k]
@@ -197,14 +197,14 @@ const (
 	fenceRank         // the engine does not work
 )
 
-// judge is the verdict on the engine, and the suspicion that led to it. A canary that got no answer does not
-// fence a rank with open requests before the engine was silent for patience: the canary may wait for a place
+// judge is the verdict on the engine, and the suspicion that led to it. A probe that got no answer does not
+// fence a rank with open requests before the engine was silent for patience: the probe may wait for a place
 // in the engine's queue, or the whole process may stand still for a while.
 func (g *healthGate) judge(now time.Time, isLoaded bool, patience time.Duration) (verdict, suspicion) {
 	result, by := keepRank, suspicion(0)
 	for k := range suspicionCount {
 		state, rule := &g.suspicions[k], &suspicionRules[k]
-		if state.reports < rule.reports || state.failed < rule.canaries {
+		if state.reports < rule.reports || state.failed < rule.probes {
 			continue
 		}
 		if !state.timedOut || !isLoaded || now.Sub(g.lastSign(k)) >= patience {

@@ -11,12 +11,12 @@ import (
 	"github.com/dpserve/dpserve/internal/engine"
 )
 
-// FS8, HF55, RP50: each sign after a suspicion that canaries have confirmed.
+// FS8, HF55, RP50: each sign after a suspicion that probes have confirmed.
 func TestWhatRefutesASuspicion(t *testing.T) {
 	signs := map[string]func(g *healthGate, at time.Time){
 		"nothing":             func(*healthGate, time.Time) {},
 		"/health answers":     func(g *healthGate, at time.Time) { g.noteSign(signHealth, at) },
-		"a canary":            func(g *healthGate, at time.Time) { g.noteSign(signCanary, at) },
+		"a probe":             func(g *healthGate, at time.Time) { g.noteSign(signProbe, at) },
 		"tokens of a request": func(g *healthGate, at time.Time) { g.noteSign(signTokens, at) },
 		"prompt counter": func(g *healthGate, at time.Time) {
 			g.noteCounters(&engine.Counters{Seen: true, PromptTokens: 1}, false, at)
@@ -24,7 +24,7 @@ func TestWhatRefutesASuspicion(t *testing.T) {
 		"generation counter": func(g *healthGate, at time.Time) {
 			g.noteCounters(&engine.Counters{Seen: true, GenerationTokens: 9}, false, at)
 		},
-		"the canaries' tokens": func(g *healthGate, at time.Time) {
+		"the probes' tokens": func(g *healthGate, at time.Time) {
 			g.noteCounters(&engine.Counters{Seen: true, GenerationTokens: 3}, false, at)
 		},
 		"counters that stand still": func(g *healthGate, at time.Time) {
@@ -37,13 +37,13 @@ func TestWhatRefutesASuspicion(t *testing.T) {
 		"no kv events": func(g *healthGate, at time.Time) { g.noteBatches(6, at) },
 	}
 	refuted := map[string][suspicionCount]bool{ // late health, stalled, ejected
-		"/health answers":      {true, false, false},
-		"a canary":             {true, true, true},
-		"tokens of a request":  {true, true, true},
-		"prompt counter":       {true, true, false},
-		"generation counter":   {true, true, true},
-		"the canaries' tokens": {true, true, false},
-		"kv events":            {true, true, false},
+		"/health answers":     {true, false, false},
+		"a probe":             {true, true, true},
+		"tokens of a request": {true, true, true},
+		"prompt counter":      {true, true, false},
+		"generation counter":  {true, true, true},
+		"the probes' tokens":  {true, true, false},
+		"kv events":           {true, true, false},
 	}
 	for name, note := range signs {
 		for k := range suspicionCount {
@@ -52,12 +52,12 @@ func TestWhatRefutesASuspicion(t *testing.T) {
 			at := begin.Add(time.Minute)
 			g.noteCounters(&engine.Counters{Seen: true}, false, at)
 			g.noteBatches(6, at)
-			g.canaries = 3
+			g.probes = 3
 			for range suspicionRules[k].reports {
 				g.report(k, "cause", at)
 			}
-			for range suspicionRules[k].canaries {
-				g.noteFailedCanary(at.Add(time.Second), errors.New("500"))
+			for range suspicionRules[k].probes {
+				g.noteFailedProbe(at.Add(time.Second), errors.New("500"))
 			}
 			note(&g, at.Add(2*time.Second))
 			v, by := g.judge(at.Add(3*time.Second), true, time.Minute)
@@ -75,20 +75,20 @@ func TestWhenARankIsFenced(t *testing.T) {
 	const patience = 30 * time.Second
 	silent, failed := context.DeadlineExceeded, errors.New("500")
 	for name, c := range map[string]struct {
-		by       suspicion
-		reports  int
-		canaries []error
-		quiet    time.Duration
-		load     bool
-		want     verdict
+		by      suspicion
+		reports int
+		probes  []error
+		quiet   time.Duration
+		load    bool
+		want    verdict
 	}{
 		"one late /health":                 {lateHealth, 1, []error{silent}, time.Hour, false, keepRank},
-		"two, and no canary yet":           {lateHealth, 2, nil, time.Hour, false, keepRank},
+		"two, and no probe yet":            {lateHealth, 2, nil, time.Hour, false, keepRank},
 		"two, idle":                        {lateHealth, 2, []error{silent}, 0, false, fenceRank},
 		"two, with work, not long enough":  {lateHealth, 2, []error{silent}, patience - 1, true, holdRank},
 		"two, with work, long enough":      {lateHealth, 2, []error{silent}, patience, true, fenceRank},
 		"two, with work, and an error":     {lateHealth, 2, []error{failed}, 0, true, fenceRank},
-		"stalled, the canary waits":        {stalled, 1, nil, time.Hour, true, keepRank},
+		"stalled, the probe waits":         {stalled, 1, nil, time.Hour, true, keepRank},
 		"stalled, silent, not long enough": {stalled, 1, []error{silent}, patience - 1, true, holdRank},
 		"stalled, silent":                  {stalled, 1, []error{silent}, patience, true, fenceRank},
 		"stalled, and an error":            {stalled, 1, []error{failed}, 0, true, fenceRank},
@@ -106,23 +106,23 @@ func TestWhenARankIsFenced(t *testing.T) {
 		for range c.reports {
 			g.report(c.by, "cause", begin.Add(time.Nanosecond))
 		}
-		for _, err := range c.canaries {
-			g.noteFailedCanary(begin.Add(time.Nanosecond), err)
+		for _, err := range c.probes {
+			g.noteFailedProbe(begin.Add(time.Nanosecond), err)
 		}
 		v, _ := g.judge(begin.Add(c.quiet), c.load, patience)
 		assert.Equal(t, c.want, v, name)
 	}
 }
 
-// HF55: an engine that worked while a canary waited had no time for it.
-func TestACanaryBeforeASignDoesNotCount(t *testing.T) {
+// HF55: an engine that worked while a probe waited had no time for it.
+func TestAProbeBeforeASignDoesNotCount(t *testing.T) {
 	begin := time.Unix(1000, 0)
 	g := newHealthGate(begin)
 	sent := begin.Add(time.Second)
 	g.noteSign(signTokens, sent.Add(time.Second))
 	g.report(lateHealth, "late", sent.Add(2*time.Second))
 	g.report(lateHealth, "late", sent.Add(3*time.Second))
-	g.noteFailedCanary(sent, errors.New("500"))
+	g.noteFailedProbe(sent, errors.New("500"))
 	v, _ := g.judge(sent.Add(time.Hour), false, 0)
 	assert.Equal(t, keepRank, v)
 }

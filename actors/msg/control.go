@@ -79,7 +79,7 @@ type UnitEventKind string
 // The unit events.
 const (
 	UnitStarted UnitEventKind = "started" // the node has accepted StartRank
-	UnitReady   UnitEventKind = "ready"   // every rank healthy and a canary answered
+	UnitReady   UnitEventKind = "ready"   // every rank healthy and a probe answered
 	// a ready unit lost a rank; this node's routing leaves it out already
 	UnitFenced UnitEventKind = "fenced"
 	// the node ends the engines (start failure or after a fence)

@@ -155,7 +155,7 @@ const (
 const CauseRestarting = "restarting"
 
 // Done ends a ticket and gives its load back, exactly once. Charge says that the failure counts towards the
-// ejection; Probe asks for an immediate health probe, after a refused or reset connection.
+// ejection; Probe asks for an immediate health check, after a refused or reset connection.
 type Done struct {
 	TicketID         uint64
 	Outcome          Outcome
@@ -225,7 +225,7 @@ type Facts struct {
 // ReplicaEventKind is the closed list of what a DPServer reports to its node.
 type ReplicaEventKind uint8
 
-// ReplicaLost: the DPServer fenced itself for Cause. ReplicaBack: an attached engine answered a canary after
+// ReplicaLost: the DPServer fenced itself for Cause. ReplicaBack: an attached engine answered a probe after
 // a fence; the node decides when the unit is ready again.
 const (
 	ReplicaLost ReplicaEventKind = iota

@@ -70,7 +70,7 @@ type Checks struct {
 // application's.
 type Timers struct {
 	StartupTimeout time.Duration // overrides startup_timeout_s of every app; 0 = the app's own
-	Canary         time.Duration // deadline of the canary before ready
+	Probe          time.Duration // deadline of the probe before ready
 	Adopt          time.Duration // for an engine of an earlier process that was ready to answer again
 	PollFirst      time.Duration // first pause between two /health probes of a starting engine; doubles
 	PollLast       time.Duration // longest such pause
@@ -87,7 +87,7 @@ type Timers struct {
 // Defaults. The start deadline has its default in package app.
 const (
 	DefaultStartupTimeout = 600 * time.Second
-	DefaultCanary         = 10 * time.Second
+	DefaultProbe          = 10 * time.Second
 	DefaultAdopt          = 30 * time.Second
 	DefaultPollFirst      = 10 * time.Millisecond
 	DefaultPollLast       = 200 * time.Millisecond
@@ -102,7 +102,7 @@ const (
 )
 
 func (t Timers) withDefaults() Timers {
-	t.Canary = cmp.Or(t.Canary, DefaultCanary)
+	t.Probe = cmp.Or(t.Probe, DefaultProbe)
 	t.Adopt = cmp.Or(t.Adopt, DefaultAdopt)
 	t.PollFirst = cmp.Or(t.PollFirst, DefaultPollFirst)
 	t.PollLast = cmp.Or(t.PollLast, DefaultPollLast)

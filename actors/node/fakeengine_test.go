@@ -157,7 +157,7 @@ func fakeRoutes(rank int, events string, has func(string) bool) *http.ServeMux {
 		if has("attention") {
 			fmt.Println("a token of rank", named)
 		}
-		if has("nocanary") {
+		if has("noprobe") {
 			http.Error(w, `{"error":{"message":"EngineCore died","type":"InternalServerError"}}`, 500)
 			return
 		}

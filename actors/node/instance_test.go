@@ -116,7 +116,7 @@ func TestOneProcessPerNode(t *testing.T) {
 // An engine that will never answer as one is named long before its startup timeout.
 func TestEnginesThatWillNeverAnswer(t *testing.T) {
 	t.Parallel()
-	hasty := func(c *node.Config) { c.Timers.Canary = 300 * time.Millisecond }
+	hasty := func(c *node.Config) { c.Timers.Probe = 300 * time.Millisecond }
 	other := ports.Take(t, 1)
 	for mode, want := range map[string]string{
 		"moved":  "it answers on port " + strconv.Itoa(other) + ", not on http://" + engine.Loopback,

@@ -325,7 +325,7 @@ func TestARendezvousThatComesAndOneThatDoesNot(t *testing.T) {
 		assert.Zero(t, b.launched())
 		b.answer("10.0.0.7", 20010) // rank 0 is of a version that does not tell its settings
 		start(2)
-		time.Sleep(DefaultCanary + time.Second)
+		time.Sleep(DefaultProbe + time.Second)
 		assert.Equal(t, state.Ready, b.phase("demo/0"))
 		require.Equal(t, 2, b.launched())
 		for _, l := range b.launches {

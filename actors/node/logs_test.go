@@ -161,7 +161,7 @@ func TestLogsOfApplicationsThatAreGoneAreDeleted(t *testing.T) {
 
 func TestDefaultsArePinned(t *testing.T) {
 	assert.Equal(t, Timers{
-		Canary: 10 * time.Second, Adopt: 30 * time.Second,
+		Probe: 10 * time.Second, Adopt: 30 * time.Second,
 		PollFirst: 10 * time.Millisecond, PollLast: 200 * time.Millisecond,
 		KillGrace:  5 * time.Second,
 		VerifyPoll: 200 * time.Millisecond, VerifyNamed: 10 * time.Second, Rendezvous: 120 * time.Second,

@@ -143,7 +143,7 @@ func (p *portAllocator) block(t testing.TB) state.Block {
 
 // timers are a tenth of the defaults.
 func timers() node.Timers {
-	return node.Timers{KillGrace: 500 * time.Millisecond, VerifyNamed: time.Second, Canary: 5 * time.Second}
+	return node.Timers{KillGrace: 500 * time.Millisecond, VerifyNamed: time.Second, Probe: 5 * time.Second}
 }
 
 func newRig(t testing.TB, change ...func(c *node.Config)) *rig {
@@ -362,7 +362,7 @@ func TestAFailedStartNamesItsRankAndItsLastLines(t *testing.T) {
 				"block size 0, rank 1 has model demo, max_model_len 2049 and block size 0",
 		},
 		"it does not answer": {
-			app.Independent, "nocanary", 0,
+			app.Independent, "noprobe", 0,
 			"the engine is up and does not compute: /v1/completions answered 500: EngineCore died",
 		},
 	}

@@ -133,11 +133,11 @@ func (r *rank) askHealth(ctx context.Context) (engine.Health, error) {
 	return r.client.Health(ctx)
 }
 
-func (r *rank) canary(ctx context.Context) error {
+func (r *rank) probe(ctx context.Context) error {
 	r.setProgress("waiting for the first token")
-	ctx, cancel := context.WithTimeout(ctx, r.unit.n.timers.Canary)
+	ctx, cancel := context.WithTimeout(ctx, r.unit.n.timers.Probe)
 	defer cancel()
-	if err := r.client.Canary(ctx, r.unit.m.App.Model.ID); err != nil {
+	if err := r.client.Probe(ctx, r.unit.m.App.Model.ID); err != nil {
 		return fmt.Errorf("the engine is up and does not compute: %w", err)
 	}
 	return nil
@@ -149,7 +149,7 @@ func (r *rank) awaitAttached(ctx context.Context) error {
 		if err := r.awaitHealth(ctx); err != nil {
 			return err
 		}
-		err := r.canary(ctx)
+		err := r.probe(ctx)
 		if err == nil {
 			return nil
 		}
@@ -171,7 +171,7 @@ func (r *rank) healthTimeout() time.Duration {
 	if s := r.unit.m.App.HealthCheckTimeoutS; s > 0 {
 		return app.Seconds(s)
 	}
-	return r.unit.n.timers.Canary
+	return r.unit.n.timers.Probe
 }
 
 // eventSource is an engine's event source in the form for a DPServer. dpserve chooses the topics: none.

@@ -32,10 +32,10 @@ const (
 	lastChosen  = 60999
 )
 
-// judge returns an error if one of the two is certain. The canary's deadline is the time for which answers
+// judge returns an error if one of the two is certain. The probe's deadline is the time for which answers
 // must be wrong, and the pause between two looks at other ports.
 func (s *silence) judge(ctx context.Context, r *rank, h engine.Health, cause error) error {
-	limit, now := r.unit.n.timers.Canary, time.Now()
+	limit, now := r.unit.n.timers.Probe, time.Now()
 	isWrong := h == engine.Odd || cause != nil && strings.Contains(cause.Error(), "malformed HTTP")
 	switch {
 	case r.unit.attached():

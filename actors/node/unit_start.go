@@ -34,7 +34,7 @@ func (e *startError) Unwrap() error { return e.err }
 var errStartDeadline = errors.New("not ready within the startup timeout")
 
 // start starts every rank of the unit: bind test, DPServers, assignment, rendezvous, engines, health,
-// settings, canary. One deadline bounds all of it, except for attached engines, which their owner may start
+// settings, probe. One deadline bounds all of it, except for attached engines, which their owner may start
 // at any time.
 func (u *unit) start() error {
 	ctx, cancel := context.WithCancelCause(context.Background())
@@ -297,7 +297,7 @@ func (u *unit) answers(ctx context.Context) error {
 			return err
 		}
 	}
-	return u.forEach(ctx, (*rank).canary)
+	return u.forEach(ctx, (*rank).probe)
 }
 
 // forEach runs a step of the start for all ranks at once. The first error ends the others.
@@ -381,7 +381,7 @@ func (u *unit) agreeWithRankZero(ctx context.Context, settings string) error {
 	}
 	first := u.ranks[0]
 	first.setProgress("comparing its settings with those of rank 0")
-	limited, cancel := context.WithTimeout(ctx, u.n.timers.Canary)
+	limited, cancel := context.WithTimeout(ctx, u.n.timers.Probe)
 	defer cancel()
 	for {
 		said, err := u.n.cfg.Assigner.Await(limited, u.m.Unit, u.m.Epoch, first.grant.Rank)

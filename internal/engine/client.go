@@ -25,7 +25,7 @@ import (
 
 // Limits on the size of an engine's answers to dpserve's own requests, in bytes.
 const (
-	maxAnswer  = 1 << 20 // JSON of models, version, canary
+	maxAnswer  = 1 << 20 // JSON of models, version, probe
 	maxMetrics = 8 << 20 // the Prometheus page
 )
 
@@ -38,7 +38,7 @@ type Addressing struct {
 	Selector int
 }
 
-// Client queries one rank's engine: health, models, metrics, canary. Its only state is the transport and what
+// Client queries one rank's engine: health, models, metrics, probe. Its only state is the transport and what
 // Health learnt of the routes; it is safe for concurrent use. The context of each call sets the deadline.
 type Client struct {
 	base      string
@@ -104,7 +104,7 @@ type Health uint8
 
 // The values of Health. The zero value is Unanswered.
 const (
-	Unanswered Health = iota // no answer in time, or an incomplete one: only a canary can decide
+	Unanswered Health = iota // no answer in time, or an incomplete one: only a probe can decide
 	// 2xx, or 404 of an engine without the route. It proves only that the process lives.
 	Alive
 	Dead // 503: the front end has given its engine up

@@ -173,7 +173,7 @@ func TestHealthOfNobodyAndOfAFrozenEngine(t *testing.T) {
 	assert.Equal(t, engine.RefusedConn, got)
 }
 
-func TestCanary(t *testing.T) {
+func TestProbe(t *testing.T) {
 	cases := map[string]struct {
 		status int
 		body   string
@@ -204,7 +204,7 @@ func TestCanary(t *testing.T) {
 				w.WriteHeader(c.status)
 				_, _ = io.WriteString(w, c.body)
 			})
-			err := client.Canary(t.Context(), "m")
+			err := client.Probe(t.Context(), "m")
 			if c.want == "" {
 				require.NoError(t, err)
 			} else {
@@ -214,7 +214,7 @@ func TestCanary(t *testing.T) {
 	}
 }
 
-func TestCanaryNamesItsRankAndKey(t *testing.T) {
+func TestProbeNamesItsRankAndKey(t *testing.T) {
 	var header, key string
 	var body map[string]any
 	record := func(w http.ResponseWriter, r *http.Request) {
@@ -225,17 +225,17 @@ func TestCanaryNamesItsRankAndKey(t *testing.T) {
 		_, _ = w.Write(file(t, "completion.json"))
 	}
 	require.NoError(t, serve(t, engine.Addressing{Mode: "header", Selector: 3}, "", record).
-		Canary(t.Context(), "m"))
+		Probe(t.Context(), "m"))
 	assert.Equal(t, "3", header)
 	assert.Equal(t, map[string]any{"model": "m", "prompt": "1", "max_tokens": 1.0, "temperature": 0.0}, body)
 	require.NoError(t, serve(t, engine.Addressing{Mode: "body", Selector: 2}, "secret", record).
-		Canary(t.Context(), "m"))
+		Probe(t.Context(), "m"))
 	assert.Equal(t, 2.0, body["routed_dp_rank"]) //nolint:testifylint // a small integer
 	assert.Equal(t, "Bearer secret", key)
 }
 
 // SGLang's prefill and decode engines refuse plain requests, in either shape of an error.
-func TestCanaryOfAnEngineThatNeedsARoom(t *testing.T) {
+func TestProbeOfAnEngineThatNeedsARoom(t *testing.T) {
 	const text = "Disaggregated request received without bootstrap room id"
 	for _, refusal := range []string{
 		`{"object":"error","message":"` + text + `","type":"BadRequest","param":null,"code":400}`,
@@ -253,7 +253,7 @@ func TestCanaryOfAnEngineThatNeedsARoom(t *testing.T) {
 				}
 				_, _ = w.Write(file(t, "completion.json"))
 			})
-		require.NoError(t, c.Canary(t.Context(), "m"))
+		require.NoError(t, c.Probe(t.Context(), "m"))
 		assert.Equal(t, map[string]any{
 			"model": "m", "prompt": "1", "max_tokens": 1.0, "temperature": 0.0, "routed_dp_rank": 2.0,
 			"bootstrap_host": "2.2.2.2", "bootstrap_room": 2.0,
@@ -261,7 +261,7 @@ func TestCanaryOfAnEngineThatNeedsARoom(t *testing.T) {
 	}
 }
 
-func TestCanaryOfAChatOnlyEngine(t *testing.T) {
+func TestProbeOfAChatOnlyEngine(t *testing.T) {
 	c := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path != "/v1/chat/completions" {
 			w.WriteHeader(404)
@@ -270,7 +270,7 @@ func TestCanaryOfAChatOnlyEngine(t *testing.T) {
 		}
 		_, _ = w.Write(file(t, "completion.json"))
 	})
-	require.NoError(t, c.Canary(t.Context(), "m"))
+	require.NoError(t, c.Probe(t.Context(), "m"))
 }
 
 func TestReadBack(t *testing.T) {

@@ -353,7 +353,7 @@ type durations = []*time.Duration
 // timersByName maps the names of --timers to fields. Each package owns its defaults.
 var timersByName = map[string]func(t *timers) durations{
 	"start_deadline": func(t *timers) durations { return durations{&t.node.StartupTimeout} },
-	"probe":          func(t *timers) durations { return durations{&t.node.Canary, &t.replica.Canary} },
+	"probe":          func(t *timers) durations { return durations{&t.node.Probe, &t.replica.Probe} },
 	"kill_grace":     func(t *timers) durations { return durations{&t.node.KillGrace} },
 	"verify_named":   func(t *timers) durations { return durations{&t.node.VerifyNamed} },
 	"rendezvous": func(t *timers) durations {

@@ -56,7 +56,7 @@ const (
 	EvTick // the time Due has come
 
 	EvStarted  // the nodes accepted StartRank
-	EvReady    // every rank is healthy and answered the canary
+	EvReady    // every rank is healthy and answered the probe
 	EvFenced   // a ready rank failed; it is out of routing already
 	EvKilling  // the nodes end the engines
 	EvDraining // the nodes accepted StopRank with grace

@@ -29,7 +29,7 @@ const (
 	PairPlain   = "plain" // a leg without fields of a transfer
 )
 
-// PairMark is in the prompts of a test. A leg without it is a canary or a first meeting of two engines.
+// PairMark is in the prompts of a test. A leg without it is a probe or a first meeting of two engines.
 const PairMark = "once upon a time"
 
 // PairEngines are stub engines of one transfer, in the test's process. They compute nothing: the text of an

@@ -281,8 +281,8 @@ func TestTicketOfAVanishedIngressLapses(t *testing.T) {
 	})
 }
 
-// Five failures in a row eject a rank: no request reaches it until a canary comes back, after 1, 2, 4 s.
-func TestEjectionAndItsCanaries(t *testing.T) {
+// Five failures in a row eject a rank: no request reaches it until a probe comes back, after 1, 2, 4 s.
+func TestEjectionAndItsProbes(t *testing.T) {
 	for _, recovers := range []bool{true, false} {
 		t.Run(fmt.Sprintf("recovers %v", recovers), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -307,11 +307,11 @@ func TestEjectionAndItsCanaries(t *testing.T) {
 				assert.Equal(t, map[string]int{"1 0/1": 10}, served(10), "nothing reaches an ejected rank")
 				time.Sleep(time.Until(ejected[0].Add(5 * time.Second)))
 				if !recovers {
-					fencedAfterCanaries(t, c, ejected[0])
+					fencedAfterProbes(t, c, ejected[0])
 					return
 				}
 				c.Recover("a", 0, 0)
-				assert.Equal(t, map[string]int{"1 0/1": 10}, served(10), "only a canary can end the ejection")
+				assert.Equal(t, map[string]int{"1 0/1": 10}, served(10), "only a probe can end the ejection")
 				time.Sleep(time.Until(ejected[0].Add(8 * time.Second)))
 				assert.Equal(t, map[string]int{"1 0/0": 5, "1 0/1": 5}, served(10))
 				cleared := c.Journal.Times("rank is no longer ejected")
@@ -325,14 +325,14 @@ func TestEjectionAndItsCanaries(t *testing.T) {
 	}
 }
 
-// fencedAfterCanaries: the third failed canary gives an engine of our own up.
-func fencedAfterCanaries(t *testing.T, c *harness.Cluster, ejected time.Time) {
+// fencedAfterProbes: the third failed probe gives an engine of our own up.
+func fencedAfterProbes(t *testing.T, c *harness.Cluster, ejected time.Time) {
 	t.Helper()
 	c.WaitUnit("a/0/0", "ready", 2)
 	for _, e := range c.Events("a") {
 		if e.Phase == "fenced" {
 			assert.Equal(t, 7*time.Second, e.Time.Sub(ejected))
-			assert.Contains(t, e.Reason, "5 requests and 3 canaries failed")
+			assert.Contains(t, e.Reason, "5 requests and 3 probes failed")
 			c.Quiet()
 			return
 		}

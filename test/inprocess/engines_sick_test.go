@@ -60,7 +60,7 @@ func TestFS8FrozenEngine(t *testing.T) {
 				fences++
 				assert.Equal(t, "a/0/1", e.Unit)
 				assert.LessOrEqual(t, e.Time.Sub(frozen), 31*time.Second,
-					"20 s without progress, a canary of 10 s")
+					"20 s without progress, a probe of 10 s")
 			}
 		}
 		assert.Equal(t, 1, fences)
@@ -78,7 +78,7 @@ func TestFS8FrozenEngine(t *testing.T) {
 }
 
 // HF55: The process of an engine stands still under load and goes on: as long as the swap of a machine or the
-// move of its VM may take, no engine is killed and no stream is cut. The rank is full, so no canary finds a
+// move of its VM may take, no engine is killed and no stream is cut. The rank is full, so no probe finds a
 // place.
 func TestAPausedEngineKeepsItsStreams(t *testing.T) {
 	for _, pause := range []float64{7, 25} {
@@ -138,7 +138,7 @@ func TestFS8SickAnswers(t *testing.T) {
 			assert.Equal(t, 5, serve(string(f.Mode)), "%s: five in a row eject the rank", f.Mode)
 			assert.True(t, c.Rank("a", 0, 0).Ejected, f.Mode)
 			c.Recover("a", 0, 0)
-			time.Sleep(10 * time.Second) // a canary comes back
+			time.Sleep(10 * time.Second) // a probe comes back
 			assert.Zero(t, serve("after "+string(f.Mode)))
 		}
 		c.Fail("a", 0, 0, sim.Fault{Mode: sim.ModeBusy})

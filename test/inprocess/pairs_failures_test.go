@@ -250,7 +250,7 @@ func TestPD10FailuresOfDecodeAreNotChargedToPrefill(t *testing.T) {
 			// two pairs, which have to meet again after three failures each
 			assert.GreaterOrEqual(t, len(r.engines.Legs(harness.PairPrefill)), 6)
 			r.Quiet()
-			time.Sleep(10 * time.Second) // canaries and health checks
+			time.Sleep(10 * time.Second) // probes and health checks
 			assert.Empty(t, r.Journal.Find("rank is ejected", "pd.prefill"))
 			assert.Empty(t, r.Journal.Find("is fenced", "pd.prefill"))
 			assert.Zero(t, r.total("dpserve_rank_ejected", `app="pd.prefill"`))

@@ -230,7 +230,7 @@ func TestLockstepGroupFailsAsOne(t *testing.T) {
 	})
 }
 
-// A rank that hangs with work in hand: 20 s without progress, a canary with 10 s, fence, restart. Its request
+// A rank that hangs with work in hand: 20 s without progress, a probe with 10 s, fence, restart. Its request
 // is not lost.
 func TestHungRankIsFencedByProgress(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -74,7 +74,7 @@ func addressed(number int) engine.Addressing {
 // takes reports whether requests may name a rank by its number in the group, which c does. Of several front
 // ends of one group, those written in Python count the ranks behind them from 0 and refuse higher numbers.
 func takes(ctx context.Context, model string, c *engine.Client) bool {
-	return c.Canary(ctx, model) == nil
+	return c.Probe(ctx, model) == nil
 }
 
 // ids lists base models before their adapters.

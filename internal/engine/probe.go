@@ -14,25 +14,25 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 )
 
-// errNoCompletion: an engine answered a canary without a completion.
+// errNoCompletion: an engine answered a probe without a completion.
 var errNoCompletion = errors.New("the probe was answered without a completion")
 
 // errorTextLimit cuts an engine's error text in bytes.
 const errorTextLimit = 300
 
-// Canary asks model for as little as it can compute: one token, non-stream, at temperature 0. nil means that
+// Probe asks model for as little as it can compute: one token, non-stream, at temperature 0. nil means that
 // the rank computes: the engine sent a completion, or it refused because its own queue is full (503 Service
 // Unavailable), which a dead engine cannot do. An engine without /v1/completions is asked for a chat
 // completion, and one that does not generate for what it does: embeddings, ranking, classes, speech.
 // SGLang's prefill and decode engines take no request without a room; they are asked for one that moves
 // nothing.
-func (c *Client) Canary(ctx context.Context, model string) error {
-	err := c.tokenCanary(ctx, model)
+func (c *Client) Probe(ctx context.Context, model string) error {
+	err := c.probeTokens(ctx, model)
 	if !isOfOtherKind(err) {
 		return err
 	}
 	for _, task := range otherTasks {
-		if _, other := c.post(ctx, task.path, c.canaryBody(model, task.input)); other == nil {
+		if _, other := c.post(ctx, task.path, c.probeBody(model, task.input)); other == nil {
 			return nil
 		}
 	}
@@ -68,19 +68,19 @@ func isNoRoute(e *StatusError) bool {
 	return (e.Status == http.StatusNotFound || e.Status == http.StatusMethodNotAllowed) && e.Text == ""
 }
 
-func (c *Client) tokenCanary(ctx context.Context, model string) error {
+func (c *Client) probeTokens(ctx context.Context, model string) error {
 	input := map[string]any{"prompt": "1", "max_tokens": 1, "temperature": 0}
-	err := c.complete(ctx, "/v1/completions", c.canaryBody(model, input))
+	err := c.complete(ctx, "/v1/completions", c.probeBody(model, input))
 	var status *StatusError
 	switch {
 	case !errors.As(err, &status):
 	case isNoRoute(status):
 		input["messages"] = []map[string]string{{"role": "user", "content": "1"}}
 		delete(input, "prompt")
-		return c.complete(ctx, "/v1/chat/completions", c.canaryBody(model, input))
+		return c.complete(ctx, "/v1/chat/completions", c.probeBody(model, input))
 	case strings.Contains(status.Text, needsRoom):
 		input["bootstrap_host"], input["bootstrap_room"] = fakeBootstrapHost, c.addr.Selector
-		return c.complete(ctx, "/v1/completions", c.canaryBody(model, input))
+		return c.complete(ctx, "/v1/completions", c.probeBody(model, input))
 	}
 	return err
 }
@@ -92,7 +92,7 @@ const (
 	fakeBootstrapHost = "2.2.2.2"
 )
 
-func (c *Client) canaryBody(model string, input map[string]any) map[string]any {
+func (c *Client) probeBody(model string, input map[string]any) map[string]any {
 	body := maps.Clone(input)
 	body["model"] = model
 	if c.addr.Mode == app.AddressBody {
@@ -110,7 +110,7 @@ func (c *Client) complete(ctx context.Context, path string, body map[string]any)
 	return completed(answer)
 }
 
-// post returns the answer to a canary; nil without an error if the engine's queue is full.
+// post returns the answer to a probe; nil without an error if the engine's queue is full.
 func (c *Client) post(ctx context.Context, path string, body map[string]any) ([]byte, error) {
 	b, err := json.Marshal(body)
 	if err != nil {
@@ -121,14 +121,14 @@ func (c *Client) post(ctx context.Context, path string, body map[string]any) ([]
 	case err != nil:
 		return nil, err
 	case status != http.StatusOK:
-		return nil, refusedCanary(path, status, answer)
+		return nil, refusedProbe(path, status, answer)
 	case answer == nil:
 		answer = []byte{}
 	}
 	return answer, nil
 }
 
-func refusedCanary(path string, status int, answer []byte) error {
+func refusedProbe(path string, status int, answer []byte) error {
 	var e struct {
 		Error struct {
 			Message string `json:"message"`

@@ -13,7 +13,7 @@ import (
 
 // An engine that does not generate is asked for what it does. Its refusal to generate is the error if it does
 // nothing else either.
-func TestCanaryOfAnEngineThatDoesNotGenerate(t *testing.T) {
+func TestProbeOfAnEngineThatDoesNotGenerate(t *testing.T) {
 	noRoute, noModel := `{"detail":"Not Found"}`, `{"error":{"message":"The model m does not exist."}}`
 	for name, c := range map[string]struct {
 		serves, refusal string
@@ -44,7 +44,7 @@ func TestCanaryOfAnEngineThatDoesNotGenerate(t *testing.T) {
 				w.WriteHeader(c.status)
 				_, _ = io.WriteString(w, c.refusal)
 			})
-			err := client.Canary(t.Context(), "m")
+			err := client.Probe(t.Context(), "m")
 			if c.want == "" {
 				require.NoError(t, err)
 				return
