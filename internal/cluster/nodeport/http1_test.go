@@ -100,9 +100,9 @@ func TestHTTPKnowsItsPeer(t *testing.T) {
 	assert.False(t, ok)
 }
 
-// TestABurst: 100 requests at once, of which each has a connection, which later ones use again.
+// TestABurst: 20 requests at once, of which each has a connection, which later ones use again.
 func TestABurst(t *testing.T) {
-	const atOnce = 100
+	const atOnce = 20
 	var inside atomic.Int32
 	var all chan struct{}
 	_, tr, dials := pair(t, func(w http.ResponseWriter, r *http.Request) {
