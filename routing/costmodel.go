@@ -187,7 +187,7 @@ func (t *traffic) observe(v *View, e *Event, model *steptime.Coefficients) {
 		t.answers = min(t.answers+1, lastAnswers)
 		t.answer += (float64(e.Out) - t.answer) / t.answers
 	}
-	t.turn(v)
+	t.nextPeriod(v)
 }
 
 // addPrefill counts the work of a prompt.
@@ -196,8 +196,8 @@ func (t *traffic) addPrefill(e *Event, model *steptime.Coefficients) {
 	t.work += model.Prefill(tokens-hit, hit)
 }
 
-// turn begins the next period when the current one has ended.
-func (t *traffic) turn(v *View) {
+// nextPeriod begins the next period when the current one has ended.
+func (t *traffic) nextPeriod(v *View) {
 	spent := v.Now - t.began
 	if spent < trafficPeriod || len(v.Ranks) == 0 {
 		return

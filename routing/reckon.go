@@ -32,7 +32,7 @@ type prefills struct {
 	slots       []queuedPrompt
 	first, last int32         // numbers of slots, from 1 on; 0 = none
 	spare       int32         // the first free slot, linked by next
-	turn        time.Duration // when the last first prompt ended
+	lastEnd     time.Duration // when the last first prompt ended
 	speed       speed
 
 	front         front // what a pick needs to know of the first prompt
@@ -90,7 +90,7 @@ func (p *prefills) join(tokens, hit int32, now time.Duration) (slot int32) {
 func (p *prefills) leave(slot int32, now time.Duration) {
 	f := p.at(slot)
 	if slot == p.first {
-		p.first, p.turn = f.next, now
+		p.first, p.lastEnd = f.next, now
 	} else {
 		p.at(f.prev).next = f.next
 	}
@@ -118,7 +118,7 @@ func (p *prefills) clear(same bool) {
 }
 
 // begun is the time at which the rank began to compute the first prompt.
-func (p *prefills) begun() time.Duration { return max(p.turn, p.at(p.first).since) }
+func (p *prefills) begun() time.Duration { return max(p.lastEnd, p.at(p.first).since) }
 
 // predict is how long the preset of the cost model gives the first prompt, in ms, beside what the rank
 // decodes.

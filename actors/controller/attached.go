@@ -131,7 +131,7 @@ func poolWith(pools []*app.Application, rank app.RankRef) (*app.Application, err
 func (r AttachedRanks) change(ctx context.Context, name string,
 	edit func(*state.State, attachedApp) (rankEdit, error),
 ) (client.RankChange, error) {
-	done, err := r.Controller.Turn(ctx)
+	done, err := r.Controller.LockRanks(ctx)
 	if err != nil {
 		return client.RankChange{}, err
 	}

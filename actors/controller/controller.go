@@ -116,7 +116,7 @@ type Controller struct {
 	mu   sync.Mutex
 	core *Core
 
-	rankTurn  chan struct{} // held by the change of ranks under way
+	ranksLock chan struct{} // held by the change of ranks under way
 	ready     chan struct{} // closed when the core has the first state
 	boot      sync.Once
 	timer     *time.Timer // used by the actor only
@@ -134,7 +134,7 @@ func New(cfg Config) *Controller {
 	core := NewCore(cfg.Timers)
 	core.Self = cfg.Self
 	return &Controller{
-		cfg: cfg, ring: newRing(), core: core, rankTurn: make(chan struct{}, 1), ready: make(chan struct{}),
+		cfg: cfg, ring: newRing(), core: core, ranksLock: make(chan struct{}, 1), ready: make(chan struct{}),
 	}
 }
 

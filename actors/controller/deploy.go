@@ -17,7 +17,7 @@ import (
 // Reshape replaces a revision of an application by one with other attached ranks: new ranks start, missing
 // ones drain (for the time in grace, else the application's) and are released. Unlike Deploy it does not
 // retry waiting or failed units and touches no other unit. Errors: problem.Conflict if the application has
-// another revision by now, problem.Unplaceable. The caller holds the Turn.
+// another revision by now, problem.Unplaceable. The caller has called LockRanks.
 func (c *Controller) Reshape(ctx context.Context, pools []*app.Application, revision uint64,
 	grace map[string]time.Duration,
 ) (state.Result, error) {
@@ -40,12 +40,12 @@ func (c *Controller) Reshape(ctx context.Context, pools []*app.Application, revi
 	return r, c.awaitCore(ctx, nil, nil)
 }
 
-// Turn waits until no other change of ranks is under way; done ends the turn. A caller that reads and changes
-// the application within its turn cannot be overtaken by another change of ranks.
-func (c *Controller) Turn(ctx context.Context) (done func(), err error) {
+// LockRanks waits until no other change of ranks is under way; done ends the lock. A caller that reads and
+// changes the application under the lock cannot be overtaken by another change of ranks.
+func (c *Controller) LockRanks(ctx context.Context) (done func(), err error) {
 	select {
-	case c.rankTurn <- struct{}{}:
-		return func() { <-c.rankTurn }, nil
+	case c.ranksLock <- struct{}{}:
+		return func() { <-c.ranksLock }, nil
 	case <-ctx.Done():
 		return nil, problem.New(problem.Timeout, "change the ranks: other changes are under way: %w",
 			ctx.Err()).WithHint("try again")

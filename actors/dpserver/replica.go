@@ -52,20 +52,20 @@ type (
 	lapseTimer        struct{} // an orphaned ticket may be due
 	pruneRequest      struct{} // many orphans wait, and most of their tickets have ended
 	busyTimer         struct{ round uint64 }
-	turnTimer         struct{} // room that is held for an ingress may be free again
+	offerTimer        struct{} // room that is held for an ingress may be free again
 )
 
 // replica is the actor: one per start. Its methods never block.
 type replica struct {
 	*Server
-	account     account
-	rec         msg.Record // reused: a record is valid only during Deliver
-	monitor     healthMonitor
-	ejection    ejection
-	busy        busy
-	away        away
-	turns       turns
-	turnTimerAt time.Time // of the next turnTimer; zero: no timer runs
+	account      account
+	rec          msg.Record // reused: a record is valid only during Deliver
+	monitor      healthMonitor
+	ejection     ejection
+	busy         busy
+	away         away
+	shares       fairShare
+	offerTimerAt time.Time // of the next offerTimer; zero: no timer runs
 
 	prefills prefills
 
@@ -154,8 +154,8 @@ func (r *replica) receiveControl(m any) {
 		if m.round == r.busy.round {
 			r.clearBusy()
 		}
-	case turnTimer:
-		r.onTurnTimer()
+	case offerTimer:
+		r.onOfferTimer()
 	case subscriptionResult:
 		r.kv.onSubscriptionResult(m)
 	case eventsApplied:
@@ -199,7 +199,7 @@ func (r *replica) startIncarnation(f msg.Facts, anew bool) {
 	r.account.reset()
 	r.prefills.stop()
 	stopTimer(r.ejection.timer)
-	r.ejection, r.busy, r.turns, r.away = ejection{r: r}, busy{round: r.busy.round + 1}, turns{}, away{}
+	r.ejection, r.busy, r.shares, r.away = ejection{r: r}, busy{round: r.busy.round + 1}, fairShare{}, away{}
 	r.state.phase, r.state.incarnation, r.state.facts = phaseOpen, f.Incarnation, f
 	r.state.lastTicket = max(r.state.lastTicket, f.Base)
 	if anew {
@@ -234,7 +234,7 @@ func (r *replica) fence(cause string) {
 	if r.state.phase == phaseFenced || r.state.phase == phaseEnded {
 		return
 	}
-	r.state.phase, r.turns = phaseFenced, turns{}
+	r.state.phase, r.shares = phaseFenced, fairShare{}
 	r.monitor.reportedBack, r.monitor.probeSent = false, time.Time{} // of the engine before the fence
 	r.publishState(cause)
 	r.log.Debug("rank is fenced", slog.String("cause", cause), slog.Int("in_flight", r.account.openCount()))
@@ -255,7 +255,7 @@ func (r *replica) drain(cause string) {
 		return
 	}
 	if r.state.phase != phaseFenced {
-		r.state.phase, r.turns = phaseDraining, turns{}
+		r.state.phase, r.shares = phaseDraining, fairShare{}
 		r.publishState(cause)
 	}
 	r.closeDrainedIfIdle()
@@ -305,7 +305,7 @@ func (r *replica) publishState(cause string) {
 		cause = why // the main reason, whatever else happens meanwhile
 	}
 	r.stream.emit(&msg.Record{
-		Kind: msg.RecState, Cause: cause, Turn: r.offerTurn(),
+		Kind: msg.RecState, Cause: cause, OfferedTo: r.nextOffer(),
 		RankState: msg.RankState{
 			Accepting: r.isAccepting(), Ejected: r.isEjected(), Fenced: isFenced,
 			Draining: r.state.phase == phaseDraining || isFenced && cause == causeDrained,
@@ -350,7 +350,7 @@ func (r *replica) updateStats() {
 func (r *replica) admit(m *msg.Admit) {
 	if refusal := r.checkAdmission(m); refusal != msg.Granted {
 		if refusal == msg.Full {
-			r.turns.addWait(time.Now(), m.Ingress, r.requestWeight(m))
+			r.shares.addWait(time.Now(), m.Ingress, r.requestWeight(m))
 		}
 		r.sendReply(m.Reply,
 			&msg.AdmitReply{Refusal: refusal, Epoch: r.spec.Epoch, Seq: r.stream.seq.Load()})
@@ -371,8 +371,8 @@ func (r *replica) admit(m *msg.Admit) {
 	r.state.lastTicket = id
 	t := r.account.add(id, req, weight, r.watchContext(ctx, id))
 	t.admittedAt, t.lastAt = now, now
-	if len(r.turns.places) > 0 {
-		r.turns.useRoom(now, req.Ingress, weight)
+	if len(r.shares.places) > 0 {
+		r.shares.useRoom(now, req.Ingress, weight)
 	}
 	if idle {
 		r.monitor.gate.noteIdle(now) // the stall clock starts with the first open request
@@ -410,7 +410,7 @@ func (r *replica) checkAdmission(m *msg.Admit) msg.Refusal {
 	case r.state.phase != phaseOpen:
 		return phaseRefusals[r.state.phase]
 	case r.refusesAll(), r.holdsTooMuch(m),
-		!r.turns.canUse(m.Ingress, r.requestWeight(m), r.freeSequences()):
+		!r.shares.canUse(m.Ingress, r.requestWeight(m), r.freeSequences()):
 		return msg.Full
 	}
 	return msg.Granted
@@ -515,7 +515,7 @@ func (r *replica) emitRequestRecord(kind msg.RecordKind, req *msg.OpenRequest, c
 		Cause: cause, At: r.toRankTime(at),
 	}
 	if kind == msg.RecDone {
-		r.rec.Turn = r.offerTurn()
+		r.rec.OfferedTo = r.nextOffer()
 	}
 	r.stream.emit(&r.rec)
 	r.stats.setOpen(&r.account)
@@ -529,25 +529,25 @@ func (r *replica) lapseTickets() {
 
 func (r *replica) applyDemand(m *msg.Demand) {
 	if m.Waits {
-		r.turns.addWait(time.Now(), m.Ingress, 0)
-	} else if r.turns.removeWait(m.Ingress) {
+		r.shares.addWait(time.Now(), m.Ingress, 0)
+	} else if r.shares.removeWait(m.Ingress) {
 		r.publishFreeRoom()
 	}
 }
 
-// offerTurn holds free room for the ingress whose turn it is, and returns which ingress may use the free
+// nextOffer holds free room for the ingress that comes next, and returns which ingress may use the free
 // room.
-func (r *replica) offerTurn() string {
-	if len(r.turns.places) == 0 || r.state.phase != phaseOpen || r.refusesAll() {
+func (r *replica) nextOffer() string {
+	if len(r.shares.places) == 0 || r.state.phase != phaseOpen || r.refusesAll() {
 		return ""
 	}
 	now := time.Now()
-	r.turns.offerRoom(now, r.freeSequences())
-	if at, ok := r.turns.nextExpiry(); ok && (r.turnTimerAt.IsZero() || at.Before(r.turnTimerAt)) {
-		r.turnTimerAt = at
-		r.sendAfter(at.Sub(now), turnTimer{})
+	r.shares.offerRoom(now, r.freeSequences())
+	if at, ok := r.shares.nextExpiry(); ok && (r.offerTimerAt.IsZero() || at.Before(r.offerTimerAt)) {
+		r.offerTimerAt = at
+		r.sendAfter(at.Sub(now), offerTimer{})
 	}
-	return r.turns.roomOwner(r.freeSequences())
+	return r.shares.roomOwner(r.freeSequences())
 }
 
 func (r *replica) publishFreeRoom() {
@@ -557,26 +557,26 @@ func (r *replica) publishFreeRoom() {
 
 // offerRemaining offers room to further ingresses if more than one place is free.
 func (r *replica) offerRemaining() {
-	if len(r.turns.places) == 0 || r.state.phase != phaseOpen || r.refusesAll() {
+	if len(r.shares.places) == 0 || r.state.phase != phaseOpen || r.refusesAll() {
 		return
 	}
-	for range r.freeSequences() - r.turns.held { // each offer holds some of it
-		if !r.turns.canOffer(time.Now(), r.freeSequences()) {
+	for range r.freeSequences() - r.shares.held { // each offer holds some of it
+		if !r.shares.canOffer(time.Now(), r.freeSequences()) {
 			return
 		}
 		r.publishState("")
 	}
 }
 
-// onTurnTimer frees the room that was held for ingresses that did not use it.
-func (r *replica) onTurnTimer() {
-	r.turnTimerAt = time.Time{}
-	held := r.turns.held
-	r.turns.expireOffers(time.Now())
-	if r.turns.held < held {
+// onOfferTimer frees the room that was held for ingresses that did not use it.
+func (r *replica) onOfferTimer() {
+	r.offerTimerAt = time.Time{}
+	held := r.shares.held
+	r.shares.expireOffers(time.Now())
+	if r.shares.held < held {
 		r.publishFreeRoom()
-	} else if at, ok := r.turns.nextExpiry(); ok {
-		r.turnTimerAt = at
-		r.sendAfter(time.Until(at), turnTimer{})
+	} else if at, ok := r.shares.nextExpiry(); ok {
+		r.offerTimerAt = at
+		r.sendAfter(time.Until(at), offerTimer{})
 	}
 }

@@ -196,7 +196,7 @@ func (r *replica) setAway(now away) {
 	}
 	r.noteSign(signTokens) // it does as it was told, and the stall clock begins anew
 	if why != "" {
-		r.turns.releaseAll()
+		r.shares.releaseAll()
 		r.log.Info("engine does not compute now: the rank takes no request", slog.String("cause", why))
 		r.publishState(why)
 		return
@@ -384,7 +384,7 @@ func (r *replica) holdBack(holds bool, by suspicion) {
 		r.publishFreeRoom()
 		return
 	}
-	r.turns.releaseAll()
+	r.shares.releaseAll()
 	r.log.Info("engine seems to hang: the rank takes no further request", slog.String("cause",
 		r.monitor.gate.suspicions[by].cause))
 	r.publishState("suspected")
@@ -569,7 +569,7 @@ func (r *replica) setBusy(d time.Duration) {
 	}
 	if !r.busy.on {
 		r.busy.on = true
-		r.turns.releaseAll()
+		r.shares.releaseAll()
 		r.publishState("engine_busy")
 	}
 }

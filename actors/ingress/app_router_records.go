@@ -202,7 +202,7 @@ func (ar *appRouter) applySnapshot(rec *msg.Record) {
 		ar.unitReturns(r)
 	}
 	r.cachingOff, r.maxModelLen = rec.Snapshot.CachingOff, rec.Snapshot.MaxModelLen
-	r.turn, r.offered = "", 0
+	r.offeredTo, r.offered = "", 0
 	ar.recordEjection(r, rec.Snapshot.Ejected)
 	ar.dropColumns(r, true)
 	ar.setBlockSize(r, rec.Snapshot.BlockSize, false)
@@ -293,7 +293,7 @@ func (ar *appRouter) recordEjection(r *rank, ejected bool) {
 }
 
 // applyState applies a RecState: whether the rank accepts requests, is fenced, drains or is ejected, and
-// whose turn its free room is.
+// to which ingress its free slots are offered.
 func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
 	r.accepting, r.away = rec.Accepting, ""
 	if !rec.Accepting && (rec.Cause == msg.CauseAsleep || rec.Cause == msg.CauseScaling) {
@@ -303,11 +303,11 @@ func (ar *appRouter) applyState(r *rank, rec *msg.Record) {
 	r.busy = !rec.Accepting && (rec.Cause == causeBusy || rec.Cause == msg.CauseScaling)
 	r.draining = rec.Draining
 	ar.recordEjection(r, rec.Ejected)
-	if r.turn = rec.Turn; r.turn == ar.in.node {
+	if r.offeredTo = rec.OfferedTo; r.offeredTo == ar.in.node {
 		r.offered++
 	}
 	ar.clearFull(r)
-	if r.turn != "" && r.offered == 0 {
+	if r.offeredTo != "" && r.offered == 0 {
 		ar.setFull(r)
 	}
 	failed := rec.Fenced && rec.Cause != dispatch.Drained.String()
@@ -387,7 +387,7 @@ func (ar *appRouter) applyLoad(r *rank, rec *msg.Record) {
 		Session: rec.Session, Assumed: assumed, End: end, At: rec.At,
 	}
 	if rec.Kind == msg.RecDone {
-		ar.applyDone(r, e, rec.Turn)
+		ar.applyDone(r, e, rec.OfferedTo)
 		return
 	}
 	ar.observe(e)
@@ -427,21 +427,21 @@ func (ar *appRouter) forgetRemovedRanks() {
 	})
 }
 
-// applyTurn marks a rank as full before the Router learns of room that is for another ingress. Room that was
+// applyOffer marks a rank as full before the Router learns of room that is for another ingress. Room that was
 // offered to this ingress before stays its own.
-func (ar *appRouter) applyTurn(r *rank, turn string) {
-	if r.turn = turn; turn == "" || turn == ar.in.node || r.offered > 0 {
+func (ar *appRouter) applyOffer(r *rank, offeredTo string) {
+	if r.offeredTo = offeredTo; offeredTo == "" || offeredTo == ar.in.node || r.offered > 0 {
 		return
 	}
 	ar.setFull(r)
 	ar.publish(r)
 }
 
-// openForTurn removes a rank's full mark if the room of a record is for this ingress.
-func (ar *appRouter) openForTurn(r *rank) {
-	if r.turn == ar.in.node {
+// openForOffer removes a rank's full mark if the room of a record is for this ingress.
+func (ar *appRouter) openForOffer(r *rank) {
+	if r.offeredTo == ar.in.node {
 		r.offered++
-	} else if r.turn != "" {
+	} else if r.offeredTo != "" {
 		return
 	}
 	if r.full {
@@ -457,7 +457,7 @@ func (ar *appRouter) useOffer(r *rank) {
 		return
 	}
 	r.offered--
-	if r.offered == 0 && r.turn != "" && r.turn != ar.in.node {
+	if r.offered == 0 && r.offeredTo != "" && r.offeredTo != ar.in.node {
 		ar.setFull(r)
 		ar.publish(r)
 	}
@@ -474,11 +474,11 @@ func (ar *appRouter) setFull(r *rank) {
 }
 
 // applyDone tells the Router that a request has ended, and opens the rank if its room is for this ingress.
-func (ar *appRouter) applyDone(r *rank, e routing.Event, turn string) {
-	ar.applyTurn(r, turn)
+func (ar *appRouter) applyDone(r *rank, e routing.Event, offeredTo string) {
+	ar.applyOffer(r, offeredTo)
 	ar.groups.observe(e.Kind, e.Rank, e.ReqID, e.Out)
 	ar.observe(e)
-	ar.openForTurn(r)
+	ar.openForOffer(r)
 }
 
 // resetCache drops every column of the index. It returns the number of ranks.

@@ -59,7 +59,7 @@ func rankNotesOf(ar *appRouter) map[routing.RankID]routerapi.RankNotes {
 		switch {
 		case r.busy:
 			n.Full = "its engine said that it is busy"
-		case r.full && r.turn != "" && r.offered == 0:
+		case r.full && r.offeredTo != "" && r.offered == 0:
 			n.Full = "its free room is for another ingress, which waits as well"
 		case r.full:
 			n.Full = "it said that it is full"

@@ -45,9 +45,9 @@ type rankValues struct{ group, rank []string }
 // rankRoom says for which ingress a rank has room.
 type rankRoom struct {
 	// refused as full, or its room is for another ingress, and its stream has reported no room since
-	full    bool
-	turn    string // ingress for which the free room is, by the last record with a turn; "": all
-	offered int    // requests for which room was offered to this ingress, and not used yet
+	full      bool
+	offeredTo string // ingress to which the free slots are offered, by the last record that says so; "": all
+	offered   int    // requests for which room was offered to this ingress, and not used yet
 	// requests of this ingress that need no room, see uncountedPlace
 	uncounted int
 }

@@ -56,9 +56,9 @@ type Record struct {
 	// records of one request never go back.
 	At time.Duration
 
-	// RecDone, RecState: which ingress may use the free room; no node's name while room is collected; "":
-	// every ingress
-	Turn string
+	// RecDone, RecState: the ingress that may use the free slots; no node's name while slots are collected
+	// for one request; "": every ingress
+	OfferedTo string
 	RankState
 	Snapshot *Snapshot // RecSnapshot
 	KV       KV        // RecKVBegin, RecKV, RecKVEnd

@@ -64,10 +64,10 @@ type Cluster struct {
 
 // leadership is whether this node leads.
 type leadership struct {
-	alone  atomic.Bool   // this node is the only voter of the log on disk
-	holds  atomic.Bool   // see Holds
-	leader atomic.Bool   // elected, and everything before the election is applied
-	turn   chan struct{} // under mu; closed and replaced when the leader changes, here or on another node
+	alone         atomic.Bool   // this node is the only voter of the log on disk
+	holds         atomic.Bool   // see Holds
+	leader        atomic.Bool   // elected, and everything before the election is applied
+	leaderChanged chan struct{} // under mu; closed and replaced at each change, here or on another node
 }
 
 // ending is how a Cluster ends.
@@ -93,7 +93,7 @@ func Open(cfg Config) (*Cluster, error) {
 	c := &Cluster{
 		cfg: cfg, log: cfg.Log, ident: ident, home: home, fsm: newFSM(),
 		slots:      make(chan struct{}, maxProposals),
-		leadership: leadership{turn: make(chan struct{})},
+		leadership: leadership{leaderChanged: make(chan struct{})},
 		ending:     ending{done: make(chan struct{})},
 	}
 	c.book.resolve, c.book.state = cfg.Resolve, c.fsm.State

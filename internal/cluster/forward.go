@@ -161,7 +161,7 @@ func awaitLeader(ctx context.Context, s leaderSource) (state.Node, error) {
 	waiting, cancel := context.WithTimeout(ctx, proposeTimeout)
 	defer cancel()
 	for {
-		turn := s.Leadership()
+		leaderChanged := s.Leadership()
 		if uid, ok := s.LeaderNode(); ok {
 			return s.findNode(uid), nil
 		}
@@ -169,7 +169,7 @@ func awaitLeader(ctx context.Context, s leaderSource) (state.Node, error) {
 			return state.Node{}, err
 		}
 		select {
-		case <-turn:
+		case <-leaderChanged:
 		case <-s.closing():
 		case <-waiting.Done():
 			return state.Node{}, noLeaderError(ctx, s)

@@ -37,7 +37,7 @@ func (c *Cluster) LeaderNode() (uid string, known bool) {
 func (c *Cluster) Leadership() <-chan struct{} {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.turn
+	return c.leaderChanged
 }
 
 // Term returns raft's term. It grows with every election.
@@ -50,8 +50,8 @@ func (c *Cluster) Barrier(ctx context.Context) error { return c.submit(ctx, c.ru
 func (c *Cluster) wakeLeadership() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	close(c.turn)
-	c.turn = make(chan struct{})
+	close(c.leaderChanged)
+	c.leaderChanged = make(chan struct{})
 }
 
 // watchLeadership follows the leadership of one run to its end. Only it sets leader.
@@ -159,7 +159,7 @@ func (c *Cluster) Ready(ctx context.Context) error {
 		return err
 	}
 	for {
-		turn, retry := c.Leadership(), (<-chan time.Time)(nil)
+		leaderChanged, retry := c.Leadership(), (<-chan time.Time)(nil)
 		if err := c.Fault(); errors.Is(err, ErrUnreadable) {
 			return err
 		}
@@ -173,16 +173,16 @@ func (c *Cluster) Ready(ctx context.Context) error {
 			}
 			retry = time.After(leadRetry)
 		}
-		if err := c.awaitTurn(ctx, turn, retry); err != nil {
+		if err := c.awaitLeader(ctx, leaderChanged, retry); err != nil {
 			return err
 		}
 	}
 }
 
-// awaitTurn waits for a change of the leadership, or for retry.
-func (c *Cluster) awaitTurn(ctx context.Context, turn <-chan struct{}, retry <-chan time.Time) error {
+// awaitLeader waits for a change of the leadership, or for retry.
+func (c *Cluster) awaitLeader(ctx context.Context, changed <-chan struct{}, retry <-chan time.Time) error {
 	select {
-	case <-turn:
+	case <-changed:
 		return nil
 	case <-retry:
 		return nil
@@ -468,7 +468,7 @@ func (c *Cluster) leaderHint() string {
 func (c *Cluster) Follow(ctx context.Context, from uint64, send func(*Update) error) error {
 	told := ""
 	for {
-		changed, turn, st := c.Changed(), c.Leadership(), c.State()
+		changed, leaderChanged, st := c.Changed(), c.Leadership(), c.State()
 		leader, _ := c.LeaderNode()
 		u := Update{Leader: leader}
 		if st.Index > from {
@@ -485,7 +485,7 @@ func (c *Cluster) Follow(ctx context.Context, from uint64, send func(*Update) er
 			}
 		}
 		from, told = max(from, st.Index), leader
-		if err := c.awaitChange(ctx, changed, turn, hasChanged); err != nil {
+		if err := c.awaitChange(ctx, changed, leaderChanged, hasChanged); err != nil {
 			return err
 		}
 	}
@@ -493,13 +493,13 @@ func (c *Cluster) Follow(ctx context.Context, from uint64, send func(*Update) er
 
 // awaitChange waits for a change or the next heartbeat. If the last message told a change, it also waits for
 // followGap.
-func (c *Cluster) awaitChange(ctx context.Context, changed, turn <-chan struct{}, told bool) error {
+func (c *Cluster) awaitChange(ctx context.Context, changed, leaderChanged <-chan struct{}, told bool) error {
 	beat, gap := time.NewTimer(followHeartbeat), time.NewTimer(followGap)
 	defer beat.Stop()
 	defer gap.Stop()
 	select {
 	case <-changed:
-	case <-turn:
+	case <-leaderChanged:
 	case <-beat.C:
 		return nil
 	case <-ctx.Done():

@@ -119,11 +119,11 @@ func TestMembers(t *testing.T) {
 	require.Contains(t, first.Members(), cluster.Member{UID: second.UID(), Voter: true},
 		"a voter does not become a standby by being added")
 
-	turn := second.Leadership()
+	leaderChanged := second.Leadership()
 	g.retry(func() error { return first.StepDown(ctx) })
 	g.leader(second)
 	select {
-	case <-turn:
+	case <-leaderChanged:
 	case <-time.After(limit):
 		t.Fatal("a change of leadership was not announced")
 	}

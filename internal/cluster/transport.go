@@ -51,9 +51,9 @@ type network struct {
 
 	isResting atomic.Bool // no raft runs, or it was told to stop: nothing is sent
 
-	mu    sync.Mutex
-	turns map[raft.ServerID]chan struct{} // one slot each: taken while the node is asked for a confirmation
-	logs  map[raft.ServerID]logEnd        // of the nodes that this node leads or led
+	mu         sync.Mutex
+	confirming map[raft.ServerID]chan struct{} // one slot each: taken while the node is asked
+	logs       map[raft.ServerID]logEnd        // of the nodes that this node leads or led
 }
 
 // logEnd is how far a node's log goes, by its newest answer to this leader.
@@ -72,7 +72,7 @@ func newNetwork(cfg Config, uid string, resolve func(uid string) []string,
 ) *network {
 	l := &layer{Layer: cfg.Layer, resolve: resolve, nameOf: nameOf, conns: map[net.Conn]struct{}{}}
 	return &network{
-		uid: raft.ServerAddress(uid), layer: l, turns: map[raft.ServerID]chan struct{}{},
+		uid: raft.ServerAddress(uid), layer: l, confirming: map[raft.ServerID]chan struct{}{},
 		logs: map[raft.ServerID]logEnd{},
 		NetworkTransport: raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{
 			Stream: l, MaxPool: transportPool, Timeout: transportTimeout, MaxRPCsInFlight: transportInFlight,
@@ -141,15 +141,15 @@ func (n *network) logOf(uid string) (index uint64, ok bool) {
 // ctx.
 func (n *network) confirm(ctx context.Context, id raft.ServerID, term uint64) bool {
 	n.mu.Lock()
-	turn := n.turns[id]
-	if turn == nil {
-		turn = make(chan struct{}, 1)
-		n.turns[id] = turn
+	slot := n.confirming[id]
+	if slot == nil {
+		slot = make(chan struct{}, 1)
+		n.confirming[id] = slot
 	}
 	n.mu.Unlock()
 	select {
-	case turn <- struct{}{}:
-		defer func() { <-turn }()
+	case slot <- struct{}{}:
+		defer func() { <-slot }()
 	case <-ctx.Done():
 		return false
 	}

@@ -58,12 +58,12 @@ type Watcher struct {
 	once      sync.Once
 	closed    error
 
-	mu      sync.Mutex
-	leader  string        // UID; "" = not known
-	newer   string        // the last unknown field
-	fresh   bool          // a control node with a leader has sent a message since Start
-	changed chan struct{} // closed and replaced after each publication
-	turn    chan struct{} // closed and replaced when leader or fresh changes
+	mu            sync.Mutex
+	leader        string        // UID; "" = not known
+	newer         string        // the last unknown field
+	fresh         bool          // a control node with a leader has sent a message since Start
+	changed       chan struct{} // closed and replaced after each publication
+	leaderChanged chan struct{} // closed and replaced when leader or fresh changes
 }
 
 // NewWatcher locks the data dir, reads the saved state and begins to follow.
@@ -85,7 +85,7 @@ func NewWatcher(cfg WatcherConfig) (*Watcher, error) {
 	}
 	w := &Watcher{
 		cfg: cfg, log: cfg.Log, ident: ident, home: home, changed: make(chan struct{}),
-		turn: make(chan struct{}),
+		leaderChanged: make(chan struct{}),
 	}
 	w.ctx, w.cancel = context.WithCancelCause(context.Background())
 	st, err := loadState(cfg.DataDir, ident.Cluster)
@@ -135,7 +135,7 @@ func (w *Watcher) LeaderNode() (uid string, known bool) {
 func (w *Watcher) Leadership() <-chan struct{} {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.turn
+	return w.leaderChanged
 }
 
 // Ready waits until a control node that knows a leader has sent its state, or confirmed that ours is the
@@ -143,13 +143,13 @@ func (w *Watcher) Leadership() <-chan struct{} {
 func (w *Watcher) Ready(ctx context.Context) error {
 	for {
 		w.mu.Lock()
-		fresh, turn := w.fresh, w.turn
+		fresh, leaderChanged := w.fresh, w.leaderChanged
 		w.mu.Unlock()
 		if fresh {
 			return nil
 		}
 		select {
-		case <-turn:
+		case <-leaderChanged:
 		case <-ctx.Done():
 			return problem.New(problem.Timeout, "wait for a control node: %w", context.Cause(ctx)).
 				WithHint("%s", w.leaderHint())
@@ -353,7 +353,7 @@ func (w *Watcher) setLeader(uid string) {
 	defer w.mu.Unlock()
 	if w.leader != uid {
 		w.leader = uid
-		w.wakeTurn()
+		w.signalLeader()
 	}
 }
 
@@ -362,12 +362,12 @@ func (w *Watcher) setFresh() {
 	defer w.mu.Unlock()
 	if !w.fresh {
 		w.fresh = true
-		w.wakeTurn()
+		w.signalLeader()
 	}
 }
 
-// wakeTurn wakes those that wait for leader or fresh. The caller holds mu.
-func (w *Watcher) wakeTurn() {
-	close(w.turn)
-	w.turn = make(chan struct{})
+// signalLeader wakes those that wait for leader or fresh. The caller holds mu.
+func (w *Watcher) signalLeader() {
+	close(w.leaderChanged)
+	w.leaderChanged = make(chan struct{})
 }

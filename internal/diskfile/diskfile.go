@@ -104,7 +104,7 @@ func (l *Log) Append(line string) error {
 
 func (l *Log) append(line string) error {
 	if l.f != nil && l.size >= l.Limit {
-		if err := l.turn(); err != nil {
+		if err := l.rotate(); err != nil {
 			return err
 		}
 	}
@@ -140,13 +140,13 @@ func (l *Log) open() error {
 	if l.size < l.Limit {
 		return nil
 	}
-	if err := l.turn(); err != nil {
+	if err := l.rotate(); err != nil {
 		return err
 	}
 	return l.open()
 }
 
-func (l *Log) turn() error {
+func (l *Log) rotate() error {
 	l.Close()
 	l.size = 0
 	return os.Rename(l.Path, l.Path+".1")

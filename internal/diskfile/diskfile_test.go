@@ -96,8 +96,8 @@ func TestLogOnAFullDisk(t *testing.T) {
 	assert.Equal(t, "there\n", string(text))
 }
 
-// TestLogThatCannotTurn: while a full file cannot become the older one, each line is an error.
-func TestLogThatCannotTurn(t *testing.T) {
+// TestLogThatCannotRotate: while a full file cannot become the older one, each line is an error.
+func TestLogThatCannotRotate(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "out.log")
 	require.NoError(t, os.MkdirAll(filepath.Join(path+".1", "full"), 0o700))
 	l := &diskfile.Log{Path: path, Limit: 5}

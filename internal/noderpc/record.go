@@ -91,7 +91,7 @@ func (p *packer) pack(slot uint64, rec *msg.Record) {
 		case msg.RecAdmitted:
 			p.u64(rec.Session)
 		case msg.RecDone:
-			p.text(rec.Turn)
+			p.text(rec.OfferedTo)
 		default:
 		}
 		p.end()
@@ -100,7 +100,7 @@ func (p *packer) pack(slot uint64, rec *msg.Record) {
 		p.buf = append(p.buf, flag(rec.Accepting, flagAccepting)|flag(rec.Fenced,
 			flagFenced)|flag(rec.Draining, flagDraining)|flag(rec.Ejected, flagEjected))
 		p.text(rec.Cause)
-		p.text(rec.Turn)
+		p.text(rec.OfferedTo)
 		p.end()
 	case msg.RecGone:
 		p.begin(slot, rec)

@@ -179,7 +179,7 @@ func (u *unpacker) readDelta(c *cursor) {
 		rec.Accepting, rec.Fenced, rec.Draining = flags&flagAccepting != 0, flags&flagFenced != 0,
 			flags&flagDraining != 0
 		rec.Ejected = flags&flagEjected != 0
-		rec.Cause, rec.Turn = c.text(), c.text()
+		rec.Cause, rec.OfferedTo = c.text(), c.text()
 	case msg.RecStatus:
 		rec.Status.HasKVUsage = c.byte()&flagUsage != 0
 		rec.Status.KVUsage = math.Float64frombits(c.fixed())
@@ -193,7 +193,7 @@ func (u *unpacker) readDelta(c *cursor) {
 		case msg.RecAdmitted:
 			rec.Session = c.u64()
 		case msg.RecDone:
-			rec.Turn = c.text()
+			rec.OfferedTo = c.text()
 		default:
 		}
 	}

@@ -120,8 +120,8 @@ func drawRecord(t *rapid.T, seq uint64) msg.Record {
 	case msg.RecState:
 		r.Accepting, r.Fenced, r.Draining = rapid.Bool().Draw(t, "a"), rapid.Bool().Draw(t, "f"),
 			rapid.Bool().Draw(t, "d")
-		r.Cause, r.Ejected, r.Turn = drawText(t, "cause"), rapid.Bool().Draw(t, "ejected"),
-			drawText(t, "turn")
+		r.Cause, r.Ejected, r.OfferedTo = drawText(t, "cause"), rapid.Bool().Draw(t, "ejected"),
+			drawText(t, "offered to")
 	case msg.RecStatus:
 		r.Status = msg.Status{
 			KVUsage:    rapid.Float64().Draw(t, "usage"),
@@ -147,7 +147,7 @@ func drawRecord(t *rapid.T, seq uint64) msg.Record {
 			r.Session = rapid.OneOf(rapid.Just(uint64(0)), rapid.Uint64()).Draw(t, "session")
 		}
 		if kind == msg.RecDone {
-			r.Turn = drawText(t, "turn")
+			r.OfferedTo = drawText(t, "offered to")
 		}
 	}
 	return r
@@ -207,11 +207,11 @@ func TestNumbersOnTheWire(t *testing.T) {
 		wireOf(msg.RecKVEnd),
 	})
 	state := delta(msg.RecState, 300)
-	state.Fenced, state.Cause, state.Turn = true, "x", "n1"
+	state.Fenced, state.Cause, state.OfferedTo = true, "x", "n1"
 	assert.Equal(t, []byte{10, 6, 7, 0xac, 2, flagFenced, 1, 'x', 2, 'n', '1'}, packed(state))
 	done := delta(msg.RecDone, 1)
 	done.ReqID, done.Ingress, done.Tokens, done.Hit, done.Out, done.Cause = 1, "n1", 9, 4, 5, "c"
-	done.At, done.Turn = 300*time.Microsecond, "n2"
+	done.At, done.OfferedTo = 300*time.Microsecond, "n2"
 	assert.Equal(t, []byte{
 		24, 5, 7, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 'n', '1', 9, 4, 5, 1, 'c', 0xac, 2, 2, 'n', '2',
 	}, packed(done))
@@ -241,16 +241,16 @@ func TestTimesThatNoClockShows(t *testing.T) {
 // TestMB6UnknownKindsAndFields: additions of a later version are skipped, and the rest is read.
 func TestMB6UnknownKindsAndFields(t *testing.T) {
 	raw := packed(firstRecord())
-	turn := delta(msg.RecState, 42)
-	turn.Turn = "n1"
-	longer := packed(turn)                                // two bytes behind the known fields
+	offer := delta(msg.RecState, 42)
+	offer.OfferedTo = "n1"
+	longer := packed(offer)                               // two bytes behind the known fields
 	raw = append(append(raw, longer[0]+2), longer[1:]...) // its length
 	raw = append(raw, 0xff, 0xff)
 	raw = append(raw, 4, 99, 7, 43, 1) // a kind that is not known
 	raw = append(raw, packed(delta(msg.RecDone, 44))...)
 	h, skipped := unpacked(t, raw)
 	require.Len(t, h.records, 3)
-	assert.Equal(t, turn, h.records[1])
+	assert.Equal(t, offer, h.records[1])
 	assert.Equal(t, delta(msg.RecDone, 44), h.records[2])
 	assert.EqualValues(t, 1, skipped.kinds.Load())
 }

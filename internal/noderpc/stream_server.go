@@ -276,9 +276,9 @@ func (s *StreamServer) rankOf(rec *msg.Record) *liveRank {
 // goes at once, with everything before it. Room that is for one ingress hurries that ingress's stream alone.
 func (s *StreamServer) wakeStreams(rec *msg.Record) {
 	urgent := rec.Kind == msg.RecState || rec.Kind == msg.RecSnapshot || rec.Kind == msg.RecGone
-	if rec.Turn != "" {
+	if rec.OfferedTo != "" {
 		urgent = false
-		if sub := s.streams[rec.Turn]; sub != nil {
+		if sub := s.streams[rec.OfferedTo]; sub != nil {
 			signal(sub.hurry)
 		}
 	}

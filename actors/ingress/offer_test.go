@@ -11,11 +11,11 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// turn reports that a request of another ingress has ended, and for which ingress the room is.
-func (r *replica) turn(req uint64, ingress string) {
+// freeFor reports that a request of another ingress has ended, and for which ingress the room is.
+func (r *replica) freeFor(req uint64, ingress string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.emit(&msg.Record{Kind: msg.RecDone, ReqID: req, Ingress: "n2", Turn: ingress})
+	r.emit(&msg.Record{Kind: msg.RecDone, ReqID: req, Ingress: "n2", OfferedTo: ingress})
 }
 
 // others lets the rank admit a request of another ingress.
@@ -40,22 +40,22 @@ func TestRoomOfAnotherIngressIsLeftAlone(t *testing.T) {
 	r.others(1)
 	r.others(2)
 	require.Zero(t, g.room())
-	r.turn(1, "n3")
+	r.freeFor(1, "n3")
 	assert.LessOrEqual(t, g.room(), 0, "it is n3's")
-	r.turn(2, "n1")
+	r.freeFor(2, "n1")
 	assert.Equal(t, 2, g.room(), "this ingress may ask")
-	r.turn(9, "n3")
+	r.freeFor(9, "n3")
 	assert.Equal(t, 2, g.room(), "what it was offered stays its own")
 	assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
 	r.others(3)
-	r.turn(3, "n3")
+	r.freeFor(3, "n3")
 	assert.LessOrEqual(t, g.room(), 0)
 	r.mu.Lock()
 	r.emit(&msg.Record{Kind: msg.RecState, RankState: msg.RankState{Accepting: true}})
 	r.mu.Unlock()
 	assert.Equal(t, 2, g.room(), "n3 has not taken it: it is for all")
 	r.others(4)
-	r.turn(4, "n3")
+	r.freeFor(4, "n3")
 	assert.LessOrEqual(t, g.room(), 0)
 	eventually(t, func() bool { return g.room() == 2 }, "a word that is lost blocks for a while only")
 }

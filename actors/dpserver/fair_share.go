@@ -5,17 +5,17 @@ import (
 	"time"
 )
 
-// turns shares the room of a full rank between the ingresses that wait for it. Each has one waiting place.
-// Freed room is held for a short time for the ingress whose turn it is, so that an ingress that hears of it
-// later than others gets as much. While no ingress waits, no room is held. The type is a pure account: it
-// reads no clock.
+// fairShare shares the free slots of a full rank between the ingresses that wait for it. Each has one waiting
+// place. Freed room is held for a short time for the ingress that comes next, so that an ingress that hears
+// of it later than others gets as much. While no ingress waits, no room is held. The type is a pure account:
+// it reads no clock.
 //
-// Record.Turn names the ingress that has room. An ingress may have several turns before it has taken the
-// first: its messages may be slow, or places become free at the same time. A request of several sequences
+// Record.OfferedTo names the ingress that has room. An ingress may have several offers before it has taken
+// the first: its messages may be slow, or places become free at the same time. A request of several sequences
 // needs as many places: freed room is collected for it, and for no other ingress meanwhile, until it
 // suffices.
-type turns struct {
-	places      []waitingPlace // in the order of their turns
+type fairShare struct {
+	places      []waitingPlace // in the order of their offers
 	held        int            // sum of held over all places
 	lastOffered string         // the ingress that was offered room last
 }
@@ -28,10 +28,10 @@ type waitingPlace struct {
 	offered     int       // of held: published as the room of this ingress
 	waitsUntil  time.Time // it waits until then, unless it renews its demand
 	offerEnds   time.Time // while offered > 0: the ingress uses some of it until then, or loses it
-	barredUntil time.Time // no turn before: it did not use an offer
+	barredUntil time.Time // no offer before: it did not use an offer
 }
 
-// Bounds of the turns.
+// Bounds of the offers.
 const (
 	// ingresses that wait at a time; further ones compete for room that is not offered
 	maxPlaces = 64
@@ -42,11 +42,11 @@ const (
 	refusedLife = time.Second
 	// an ingress that does not use its offer has no request for this rank, or has died
 	barredFor = 5 * time.Second
-	// Record.Turn while there is no free room, or it is collected: no node has this name
-	turnOfNobody = "/"
+	// Record.OfferedTo while there is no free room, or it is collected: no node has this name
+	offeredToNone = "/"
 )
 
-func (t *turns) find(ingress string) *waitingPlace {
+func (t *fairShare) find(ingress string) *waitingPlace {
 	for i := range t.places {
 		if t.places[i].ingress == ingress {
 			return &t.places[i]
@@ -56,7 +56,7 @@ func (t *turns) find(ingress string) *waitingPlace {
 }
 
 // addWait notes that an ingress waits. need is the weight of its refused request, 0 for a Demand.
-func (t *turns) addWait(now time.Time, ingress string, need int) {
+func (t *fairShare) addWait(now time.Time, ingress string, need int) {
 	p := t.find(ingress)
 	if p == nil {
 		t.prunePlaces(now)
@@ -78,7 +78,7 @@ func (t *turns) addWait(now time.Time, ingress string, need int) {
 }
 
 // removeWait notes that an ingress waits no longer. freed says whether room was held for it.
-func (t *turns) removeWait(ingress string) (freed bool) {
+func (t *fairShare) removeWait(ingress string) (freed bool) {
 	p := t.find(ingress)
 	if p == nil {
 		return false
@@ -91,7 +91,7 @@ func (t *turns) removeWait(ingress string) (freed bool) {
 
 // canUse says whether an ingress may use need of the free room. Room that is held for other ingresses is not
 // available to it.
-func (t *turns) canUse(ingress string, need, free int) bool {
+func (t *fairShare) canUse(ingress string, need, free int) bool {
 	if t.held == 0 {
 		return need <= free
 	}
@@ -103,7 +103,7 @@ func (t *turns) canUse(ingress string, need, free int) bool {
 }
 
 // useRoom notes that an ingress was given room for n sequences. The room that is held for it is used first.
-func (t *turns) useRoom(now time.Time, ingress string, n int) {
+func (t *fairShare) useRoom(now time.Time, ingress string, n int) {
 	p := t.find(ingress)
 	if p == nil {
 		return
@@ -113,12 +113,12 @@ func (t *turns) useRoom(now time.Time, ingress string, n int) {
 	p.offered, p.offerEnds, p.barredUntil, p.need = told, now.Add(offerLife), time.Time{}, 1
 }
 
-// offerRoom holds free room for the ingress whose turn it is, as much as its next request needs. It returns
-// the ingress's name if there is enough. Otherwise it returns "": no ingress has a turn, or room is still
-// collected.
-func (t *turns) offerRoom(now time.Time, free int) (ingress string) {
+// offerRoom holds free room for the ingress that comes next, as much as its next request needs. It returns
+// the ingress's name if there is enough. Otherwise it returns "": no ingress can get an offer, or room is
+// still collected.
+func (t *fairShare) offerRoom(now time.Time, free int) (ingress string) {
 	t.prunePlaces(now)
-	i := slices.IndexFunc(t.places, func(p waitingPlace) bool { return p.hasTurn(now) })
+	i := slices.IndexFunc(t.places, func(p waitingPlace) bool { return p.isWaiting(now) })
 	if i < 0 {
 		return ""
 	}
@@ -131,24 +131,25 @@ func (t *turns) offerRoom(now time.Time, free int) (ingress string) {
 		p.offerEnds = now.Add(offerLife)
 	}
 	p.offered = p.held
-	turn := *p
-	t.places = append(slices.Delete(t.places, i, i+1), turn) // behind all others
-	t.lastOffered = turn.ingress
+	next := *p
+	t.places = append(slices.Delete(t.places, i, i+1), next) // behind all others
+	t.lastOffered = next.ingress
 	return t.lastOffered
 }
 
 // canOffer says whether offerRoom would hold more room.
-func (t *turns) canOffer(now time.Time, free int) bool {
-	return free > t.held && slices.ContainsFunc(t.places, func(p waitingPlace) bool { return p.hasTurn(now) })
+func (t *fairShare) canOffer(now time.Time, free int) bool {
+	isWaiting := func(p waitingPlace) bool { return p.isWaiting(now) }
+	return free > t.held && slices.ContainsFunc(t.places, isWaiting)
 }
 
-func (p *waitingPlace) hasTurn(now time.Time) bool {
+func (p *waitingPlace) isWaiting(now time.Time) bool {
 	return now.Before(p.waitsUntil) && !now.Before(p.barredUntil)
 }
 
 // expireOffers ends the offers that were not used in time, and the collecting for ingresses whose demand is
 // over.
-func (t *turns) expireOffers(now time.Time) {
+func (t *fairShare) expireOffers(now time.Time) {
 	for i := range t.places {
 		p := &t.places[i]
 		switch {
@@ -163,14 +164,14 @@ func (t *turns) expireOffers(now time.Time) {
 }
 
 // releaseAll frees all held room; the ingresses keep their places.
-func (t *turns) releaseAll() {
+func (t *fairShare) releaseAll() {
 	for i := range t.places {
 		t.setHeld(&t.places[i], 0)
 	}
 }
 
 // nextExpiry is when the next hold ends; false if no room is held.
-func (t *turns) nextExpiry() (at time.Time, ok bool) {
+func (t *fairShare) nextExpiry() (at time.Time, ok bool) {
 	for i := range t.places {
 		p := &t.places[i]
 		if p.held == 0 {
@@ -187,9 +188,9 @@ func (t *turns) nextExpiry() (at time.Time, ok bool) {
 	return at, ok
 }
 
-// roomOwner says which ingress may use the free room: "" for every ingress, turnOfNobody while there is none
+// roomOwner says which ingress may use the free room: "" for every ingress, offeredToNone while there is none
 // or it is collected.
-func (t *turns) roomOwner(free int) string {
+func (t *fairShare) roomOwner(free int) string {
 	if free > t.held {
 		return ""
 	}
@@ -201,16 +202,16 @@ func (t *turns) roomOwner(free int) string {
 			return t.places[i].ingress
 		}
 	}
-	return turnOfNobody
+	return offeredToNone
 }
 
-func (t *turns) setHeld(p *waitingPlace, n int) {
+func (t *fairShare) setHeld(p *waitingPlace, n int) {
 	t.held += n - p.held
 	p.held, p.offered = n, min(p.offered, n)
 }
 
 // prunePlaces drops the places of ingresses that do not wait.
-func (t *turns) prunePlaces(now time.Time) {
+func (t *fairShare) prunePlaces(now time.Time) {
 	t.places = slices.DeleteFunc(t.places, func(p waitingPlace) bool {
 		return p.held == 0 && !now.Before(p.waitsUntil) && !now.Before(p.barredUntil)
 	})

@@ -13,9 +13,9 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 )
 
-// checkTurns checks after every step: not more room is held than is free, and not more is offered than is
+// checkShares checks after every step: not more room is held than is free, and not more is offered than is
 // held.
-func checkTurns(t *rapid.T, s *turns, free int) {
+func checkShares(t *rapid.T, s *fairShare, free int) {
 	held := 0
 	for _, p := range s.places {
 		require.True(t, 0 <= p.offered && p.offered <= p.held && p.need >= 1, "%+v", p)
@@ -30,7 +30,7 @@ func checkTurns(t *rapid.T, s *turns, free int) {
 // held room is taken or free again after a bounded time.
 func TestLawOfTurns(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		var s turns
+		var s fairShare
 		room := rapid.IntRange(1, 8).Draw(t, "room")
 		free, open, now := room, []int{}, time.Unix(1000, 0)
 		names := []string{"a", "b", "c", "d"}
@@ -67,11 +67,11 @@ func TestLawOfTurns(t *testing.T) {
 			case 6:
 				s.releaseAll()
 			}
-			checkTurns(t, &s, free)
+			checkShares(t, &s, free)
 			for range room {
-				turn := s.offerRoom(now, free)
-				checkTurns(t, &s, free)
-				require.True(t, turn == "" || s.canUse(turn, 1, free), "who has the turn may take it")
+				to := s.offerRoom(now, free)
+				checkShares(t, &s, free)
+				require.True(t, to == "" || s.canUse(to, 1, free), "who has the offer may take it")
 			}
 			require.False(t, s.canOffer(now, free), "free room is held as long as an ingress waits")
 		}
@@ -87,7 +87,7 @@ func TestLawOfTurns(t *testing.T) {
 
 func TestLawTheOnlyIngressIsNeverHeldUp(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		var s turns
+		var s fairShare
 		room := rapid.IntRange(1, 8).Draw(t, "room")
 		free, now := room, time.Unix(1000, 0)
 		for range rapid.IntRange(1, 80).Draw(t, "length") {
@@ -111,15 +111,15 @@ func TestLawTheOnlyIngressIsNeverHeldUp(t *testing.T) {
 				s.expireOffers(now)
 			}
 			s.offerRoom(now, free)
-			checkTurns(t, &s, free)
+			checkShares(t, &s, free)
 		}
 	})
 }
 
-// RP6: ingresses that wait all the time get equally many turns, however late they take them.
+// RP6: ingresses that wait all the time get equally many offers, however late they take them.
 func TestLawTurnsAreEqual(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		var s turns
+		var s fairShare
 		k, room := rapid.IntRange(2, 6).Draw(t, "ingresses"), rapid.IntRange(1, 8).Draw(t, "room")
 		now, free := time.Unix(1000, 0), 0
 		count, owed := map[string]int{}, []string{}
@@ -131,9 +131,9 @@ func TestLawTurnsAreEqual(t *testing.T) {
 			if free < room && rapid.Bool().Draw(t, "freed") {
 				free++
 			}
-			if turn := s.offerRoom(now, free); turn != "" {
-				count[turn]++
-				owed = append(owed, turn)
+			if to := s.offerRoom(now, free); to != "" {
+				count[to]++
+				owed = append(owed, to)
 			}
 			for len(owed) > 0 && rapid.Bool().Draw(t, "taken") {
 				i := rapid.IntRange(0, len(owed)-1).Draw(t, "who")
@@ -153,7 +153,7 @@ func TestLawTurnsAreEqual(t *testing.T) {
 					}
 				}
 			}
-			checkTurns(t, &s, free)
+			checkShares(t, &s, free)
 		}
 		least, most := 1<<30, 0
 		for i := range k {
@@ -182,16 +182,16 @@ func TestFreedRoomIsHeldForTheIngressThatWaits(t *testing.T) {
 		require.Equal(t, msg.Granted, first.Refusal)
 		require.Equal(t, msg.Full, r.askFor("far").Refusal)
 		r.send(&msg.Done{TicketID: first.Ticket.ID})
-		assert.Equal(t, "far", r.lastRecord().Turn)
-		require.Equal(t, msg.Full, r.askFor("near").Refusal, "it is not its turn")
+		assert.Equal(t, "far", r.lastRecord().OfferedTo)
+		require.Equal(t, msg.Full, r.askFor("near").Refusal, "it is offered to another")
 		second := r.askFor("far")
 		require.Equal(t, msg.Granted, second.Refusal)
 		require.Equal(t, msg.Full, r.askFor("far").Refusal)
 		r.send(&msg.Done{TicketID: second.Ticket.ID})
-		assert.Equal(t, "far", r.lastRecord().Turn, "the other came when it had its turn already")
+		assert.Equal(t, "far", r.lastRecord().OfferedTo, "the other came when it had its offer already")
 		third := r.askFor("far")
 		r.send(&msg.Done{TicketID: third.Ticket.ID})
-		assert.Equal(t, "near", r.lastRecord().Turn)
+		assert.Equal(t, "near", r.lastRecord().OfferedTo)
 		require.Equal(t, msg.Granted, r.askFor("near").Refusal)
 	})
 }
@@ -208,7 +208,7 @@ func TestATurnThatIsNotTakenPassesOn(t *testing.T) {
 		wait(r, "dead", true)
 		wait(r, "far", true)
 		r.send(&msg.Done{TicketID: first.Ticket.ID})
-		require.Equal(t, "dead", r.lastRecord().Turn)
+		require.Equal(t, "dead", r.lastRecord().OfferedTo)
 		require.Equal(t, msg.Full, r.askFor("far").Refusal)
 	}
 	t.Run("it is dead", func(t *testing.T) {
@@ -217,21 +217,22 @@ func TestATurnThatIsNotTakenPassesOn(t *testing.T) {
 			time.Sleep(offerLife + time.Millisecond)
 			synctest.Wait()
 			rec := r.lastRecord()
-			assert.Equal(t, [...]any{msg.RecState, true, "far"}, [...]any{rec.Kind, rec.Accepting, rec.Turn})
+			assert.Equal(t, [...]any{msg.RecState, true, "far"},
+				[...]any{rec.Kind, rec.Accepting, rec.OfferedTo})
 			wait(r, "dead", true)
 			second := r.askFor("far")
 			require.Equal(t, msg.Granted, second.Refusal)
 			r.send(&msg.Done{TicketID: second.Ticket.ID})
-			assert.Equal(t, "far", r.lastRecord().Turn, "the other one is not waited for again so soon")
+			assert.Equal(t, "far", r.lastRecord().OfferedTo, "the other one is not waited for again so soon")
 		})
 	})
 	t.Run("it says so", func(t *testing.T) {
 		withRank(t, 1, true, func(t *testing.T, r *testRig) {
 			setUp(t, r)
 			wait(r, "dead", false)
-			assert.Equal(t, "far", r.lastRecord().Turn)
+			assert.Equal(t, "far", r.lastRecord().OfferedTo)
 			wait(r, "far", false)
-			assert.Empty(t, r.lastRecord().Turn)
+			assert.Empty(t, r.lastRecord().OfferedTo)
 			require.Equal(t, msg.Granted, r.askFor("near").Refusal)
 		})
 	})
@@ -247,7 +248,7 @@ func TestATurnThatIsNotTakenPassesOn(t *testing.T) {
 			setUp(t, r)
 			r.Drain("asked")
 			synctest.Wait()
-			assert.Empty(t, r.lastRecord().Turn)
+			assert.Empty(t, r.lastRecord().OfferedTo)
 			time.Sleep(time.Second)
 			synctest.Wait()
 			assert.Empty(t, r.tape.take(), "nobody is told of room")
@@ -263,14 +264,14 @@ func TestABusyEngineHoldsNoRoom(t *testing.T) {
 		require.Equal(t, msg.Full, r.askFor("far").Refusal)
 		time.Sleep(time.Second + time.Millisecond)
 		synctest.Wait()
-		assert.Equal(t, "far", r.lastRecord().Turn, "its turn comes again when the engine takes requests")
+		assert.Equal(t, "far", r.lastRecord().OfferedTo, "it is offered again when the engine takes requests")
 		require.Equal(t, msg.Granted, r.askFor("far").Refusal)
 	})
 }
 
 // RP10: requests with `n` and lists of prompts, more than a rank has room for, beside others; `/tokenize`
 // beside a full rank; an engine above busy_threshold whose metrics then do not answer: They count as n ×
-// prompts, at most as the whole rank, and come to their turn; 400 above 1,024; tokenizing takes no place;
+// prompts, at most as the whole rank, and get their offer; 400 above 1,024; tokenizing takes no place;
 // after five missed reports the rank is judged by its own account.
 func TestSequencesWeigh(t *testing.T) {
 	weigh := func(r *testRig, ingress string, n int) msg.AdmitReply {
@@ -287,10 +288,10 @@ func TestSequencesWeigh(t *testing.T) {
 		r.send(msg.Demand{Ingress: "b", Waits: true})
 		r.send(msg.Demand{Ingress: "a", Waits: false})
 		r.send(&msg.Done{TicketID: one.Ticket.ID})
-		assert.Equal(t, turnOfNobody, r.lastRecord().Turn, "one place is not enough for it")
+		assert.Equal(t, offeredToNone, r.lastRecord().OfferedTo, "one place is not enough for it")
 		require.Equal(t, msg.Full, weigh(r, "a", 1).Refusal, "places are collected")
 		r.send(&msg.Done{TicketID: three.Ticket.ID})
-		assert.Equal(t, "b", r.lastRecord().Turn)
+		assert.Equal(t, "b", r.lastRecord().OfferedTo)
 		heavy := weigh(r, "b", 1000)
 		require.Equal(t, msg.Granted, heavy.Refusal, "it counts as all there is")
 		require.Equal(t, msg.Full, weigh(r, "a", 1).Refusal)
@@ -311,7 +312,7 @@ func TestCollectingEndsWithTheRequestThatItIsFor(t *testing.T) {
 		require.Equal(t, msg.Full, r.askFor("a").Refusal)
 		time.Sleep(refusedLife + time.Millisecond)
 		synctest.Wait()
-		assert.Empty(t, r.lastRecord().Turn)
+		assert.Empty(t, r.lastRecord().OfferedTo)
 		require.Equal(t, msg.Granted, r.askFor("a").Refusal, "it went elsewhere")
 	})
 }
