@@ -310,12 +310,20 @@ type Info struct {
 	Reservations int            `json:"reservations"`
 	// open requests on the fullest ready rank over the mean; 1 = even
 	Imbalance float64    `json:"imbalance"`
+	Streams   Streams    `json:"streams"`
 	Index     *Index     `json:"index,omitempty"`      // nil: the policy reads none
 	CostModel *CostModel `json:"cost_model,omitempty"` // nil: the policy predicts no times
 	// queues of lockstep groups, under the policy cohorts
 	Groups []GroupQueue `json:"groups,omitempty"`
 	// nil: the application has one pool. Else the rest is of the decode pool
 	Pair *PairInfo `json:"pair,omitempty"`
+}
+
+// Streams says which streams go on from another rank when theirs dies or is taken away.
+type Streams struct {
+	Completions bool   `json:"completions"`
+	Chat        bool   `json:"chat"`
+	Why         string `json:"why,omitempty"` // why not all of them, or not yet
 }
 
 // GroupQueue is the queue of a lockstep group, as one node sees it.

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/dispatch"
 	"github.com/dpserve/dpserve/internal/engine/openai"
@@ -338,4 +339,26 @@ func (req *request) promptTokens(ctx context.Context, rk *rank, text, members st
 // openai ignore what they do not know, and would begin a new answer.
 func continuesStreams(a *app.Application) bool {
 	return a.Retries.ContinueStreams && a.Engine.Family != app.FamilyOpenAI
+}
+
+// streams says which streams of the application go on from another rank.
+func (a *appRevision) streams() client.Streams {
+	switch {
+	case !a.app.Retries.ContinueStreams:
+		return client.Streams{Why: "retries.continue_streams is false"}
+	case !a.continues:
+		return client.Streams{Why: "engines of engine.family openai would begin a new answer"}
+	}
+	a.goesOn.mu.Lock()
+	defer a.goesOn.mu.Unlock()
+	out := client.Streams{Completions: true}
+	switch a.goesOn.known.state {
+	case goesOnYes:
+		out.Chat = true
+	case goesOnNo:
+		out.Why = "chat does not: the engine begins a new answer behind a message of the assistant"
+	default:
+		out.Why = "whether chat does is asked of the engine with the first one that breaks"
+	}
+	return out
 }

@@ -24,6 +24,7 @@ func (in *Ingress) RouterInfo(app string) (client.Info, error) {
 		return client.Info{}, err
 	}
 	out := routerInfo(ar, router)
+	out.Streams = ar.revision.Load().streams()
 	if p := in.findPair(app); p != nil {
 		out.App, out.Pair = app, pairInfo(p)
 	}

@@ -227,8 +227,8 @@ func TestRouterShow(t *testing.T) {
 		App: "demo", Policy: "kv", Preset: "documented",
 		Params: map[string]any{"overlap_score_weight": 2, "router_temperature": 0.5}, Identity: "text",
 		Reads: []string{"hits", "blocks"}, BusyThreshold: float(0.95), Ranks: 4, Ready: 3, Imbalance: 1.25,
-		Reservations: 2,
-		Index:        &client.Index{Blocks: 12345, Bytes: 3 << 20, Cap: 512 << 20},
+		Reservations: 2, Streams: client.Streams{Completions: true, Why: "chat is asked"},
+		Index: &client.Index{Blocks: 12345, Bytes: 3 << 20, Cap: 512 << 20},
 	}
 	require.Equal(t, 0, cli.run([]string{"router", "show", "demo"}))
 	assert.Equal(t, strings.TrimPrefix(`
@@ -244,6 +244,7 @@ ranks ready                  3/4
 queued                       0
 imbalance                    1.25
 reservations                 2
+streams go on                completions (chat is asked)
 index                        12345 blocks, 3.0 MiB of 512.0 MiB
 `, "\n"), cli.stdout())
 }

@@ -88,6 +88,9 @@ func routerTable(r *client.Info) *table {
 	row("queued", strconv.Itoa(r.Queued))
 	row("imbalance", formatDecimal(r.Imbalance))
 	row("reservations", strconv.Itoa(r.Reservations))
+	if r.Streams != (client.Streams{}) {
+		row("streams go on", describeStreams(&r.Streams))
+	}
 	if r.Index == nil {
 		row("index", "none: the policy reads no caches")
 	} else {
@@ -103,6 +106,22 @@ func routerTable(r *client.Info) *table {
 		}
 	}
 	return t
+}
+
+// describeStreams says which streams go on when their rank is lost, and why others do not.
+func describeStreams(s *client.Streams) string {
+	var which []string
+	if s.Completions {
+		which = append(which, "completions")
+	}
+	if s.Chat {
+		which = append(which, "chat")
+	}
+	text := cmp.Or(strings.Join(which, ", "), "none")
+	if s.Why != "" {
+		text += " (" + s.Why + ")"
+	}
+	return text
 }
 
 // addGroupRows describes the queue of a lockstep group.

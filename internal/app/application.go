@@ -76,7 +76,7 @@ type Application struct {
 	QueueBounds
 	// longest times of the phases of a request
 	Timeouts Timeouts `json:"timeouts"`
-	// attempts of a request before its first byte
+	// other ranks for a request whose rank fails, before its first byte and after it
 	Retries Retries `json:"retries"`
 	// seconds between two calls of each rank's `/health`
 	HealthCheckPeriodS float64 `json:"health_check_period_s" is:"seconds" default:"1"`
@@ -279,7 +279,7 @@ type Retries struct {
 	// whether a stream whose rank dies, or is taken away, goes on from another rank: chat and completions of
 	// one text. Never for `engine.family: openai`, and only if the engine goes on with a last message of the
 	// assistant; [operations](operations.md#streams-that-go-on) says what is not continued
-	ContinueStreams bool `json:"continue_streams" is:"true or false" default:"false"`
+	ContinueStreams bool `json:"continue_streams" is:"true or false" default:"true"`
 }
 
 // scaling is autoscaling_config, which must describe a fixed size.

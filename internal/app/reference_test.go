@@ -289,6 +289,9 @@ func valueSchema(t *testing.T, k schemaKey, of reflect.Type, isOverlay bool) obj
 	}
 	if k.standard != "" {
 		s["default"] = k.standard
+		if of.Kind() == reflect.Bool {
+			s["default"] = k.standard == "true"
+		}
 		if k.number != nil {
 			var n float64
 			require.NoError(t, json.Unmarshal([]byte(k.standard), &n))

@@ -20,13 +20,26 @@ type Stream struct {
 	Attempts string
 	First    time.Duration // to the first content
 	Last     time.Duration // to the last content
+	Gap      time.Duration // longest between two pieces of content
 	Total    time.Duration // to the end
 	Chunks   int
 	Text     string
 	Finish   string
+	Usage    Usage  // zero if the stream has none
 	Done     bool   // [DONE] seen
 	Error    string // code of an error event, or of the JSON error under a non-200 status
-	Err      error  // transport error (a cut stream)
+	Err      error  // transport error (a cut stream), or an event that one stream does not have
+
+	id       string
+	hasRole  bool
+	hasUsage bool
+}
+
+// Usage is the usage of a stream that was asked for it.
+type Usage struct {
+	Prompt     int `json:"prompt_tokens"`
+	Completion int `json:"completion_tokens"`
+	Total      int `json:"total_tokens"`
 }
 
 // FirstByte says whether any content reached the client.
@@ -122,14 +135,7 @@ func (s *Stream) event(data string, start time.Time, text *strings.Builder) {
 		s.Done = true
 		return
 	}
-	var ev struct {
-		Error   *struct{ Code any }
-		Choices []struct {
-			Delta        struct{ Content string }
-			Text         string
-			FinishReason *string `json:"finish_reason"`
-		}
-	}
+	var ev streamEvent
 	if json.Unmarshal([]byte(data), &ev) != nil {
 		s.Err = fmt.Errorf("%w: bad event %q", ErrStream, data)
 		return
@@ -138,17 +144,55 @@ func (s *Stream) event(data string, start time.Time, text *strings.Builder) {
 		s.Error = fmt.Sprint(ev.Error.Code)
 		return
 	}
+	s.checkOnce(&ev, data)
 	for _, c := range ev.Choices {
 		if more := c.Delta.Content + c.Text; more != "" {
-			s.Last = time.Since(start)
+			now := time.Since(start)
 			if s.Chunks++; s.Chunks == 1 {
-				s.First = s.Last
+				s.First = now
+			} else {
+				s.Gap = max(s.Gap, now-s.Last)
 			}
+			s.Last = now
 			text.WriteString(more)
 		}
 		if c.FinishReason != nil {
 			s.Finish = *c.FinishReason
 		}
+	}
+	if ev.Usage != nil {
+		s.Usage = *ev.Usage
+	}
+}
+
+// streamEvent is the data of an event.
+type streamEvent struct {
+	ID      string
+	Error   *struct{ Code any }
+	Choices []struct {
+		Index        int
+		Delta        struct{ Role, Content string }
+		Text         string
+		FinishReason *string `json:"finish_reason"`
+	}
+	Usage *Usage
+}
+
+// checkOnce checks what is once in a stream, whichever engines it comes from: its id, its role, its usage,
+// and the end of its first choice.
+func (s *Stream) checkOnce(ev *streamEvent, data string) {
+	isTwice := s.id != "" && ev.ID != "" && s.id != ev.ID || s.hasUsage && ev.Usage != nil
+	if s.id == "" {
+		s.id = ev.ID
+	}
+	s.hasUsage = s.hasUsage || ev.Usage != nil
+	for _, c := range ev.Choices {
+		isRole := c.Index == 0 && c.Delta.Role != ""
+		isTwice = isTwice || isRole && s.hasRole || c.Index == 0 && s.Finish != ""
+		s.hasRole = s.hasRole || isRole
+	}
+	if isTwice {
+		s.Err = fmt.Errorf("%w: another id, role, end or usage: %q", ErrStream, data)
 	}
 }
 
