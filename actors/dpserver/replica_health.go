@@ -225,7 +225,8 @@ func (r *replica) sendProbe() {
 	}
 	r.monitor.probeSent = time.Now()
 	r.monitor.gate.probes++
-	s, round, sent, model := r.Server, r.monitor.round, r.monitor.probeSent, r.spec.App.Model.ID
+	s, round, sent := r.Server, r.monitor.round, r.monitor.probeSent
+	model := r.spec.Target.ModelName(r.spec.App.Model.ID)
 	r.runCheck(r.timers.Probe, func(ctx context.Context) {
 		limited, cancel := context.WithTimeout(ctx, s.timers.Probe-s.timers.CounterLimit)
 		defer cancel()

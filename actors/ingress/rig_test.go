@@ -157,7 +157,7 @@ type replica struct {
 	max     int
 	length  int // max_model_len of its engine; 0: it does not tell
 	owned   bool
-	address msg.Target // its Addressing and Selector; zero: by URL
+	address msg.Target // its Addressing, Selector and Model; zero: by URL
 	node    string     // "": that of the ingress
 	stopped chan struct{}
 
@@ -308,7 +308,7 @@ func (r *replica) admit(m *msg.Admit) {
 func (r *replica) target() msg.Target {
 	return msg.Target{
 		URL: r.url, Addressing: cmp.Or(r.address.Addressing, "url"), Selector: r.address.Selector,
-		Owned: r.owned,
+		Owned: r.owned, Model: r.address.Model,
 	}
 }
 
@@ -454,7 +454,7 @@ type options struct {
 	memory  func() memoryUse // of a process with a limit of 1,000 bytes
 	noApp   bool
 	level   slog.Level
-	address msg.Target      // Addressing and Selector of all ranks
+	address msg.Target      // Addressing, Selector and Model of all ranks
 	far     bool            // the ranks are those of another node …
 	home    int             // … but this many at the end
 	lease   func() bool     // of the node that has the ranks

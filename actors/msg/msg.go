@@ -99,6 +99,22 @@ type Target struct {
 	// how the rank's node gets into the engine; nil: without key and as the machine trusts. Other nodes do
 	// not get it
 	Access Access
+	// how the engine calls its model; nil: it knows the names that clients send. Other nodes do not get it
+	Model *ModelNames
+}
+
+// ModelNames are the names of a model whose engine knows it under another one than clients.
+type ModelNames struct {
+	Engine  string
+	Clients []string // that stand for it: the application's id, then its aliases
+}
+
+// ModelName is how the engine calls the application's model, whose id is given.
+func (t *Target) ModelName(id string) string {
+	if t.Model == nil {
+		return id
+	}
+	return t.Model.Engine
 }
 
 // Access is how a node gets into an engine. engine.Access implements it.

@@ -137,7 +137,7 @@ func (r *rank) probe(ctx context.Context) error {
 	r.setProgress("waiting for the first token")
 	ctx, cancel := context.WithTimeout(ctx, r.unit.n.timers.Probe)
 	defer cancel()
-	if err := r.client.Probe(ctx, r.unit.m.App.Model.ID); err != nil {
+	if err := r.client.Probe(ctx, r.target.ModelName(r.unit.m.App.Model.ID)); err != nil {
 		return fmt.Errorf("the engine is up and does not compute: %w", err)
 	}
 	return nil

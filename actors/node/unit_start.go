@@ -186,6 +186,7 @@ func (u *unit) makeRank(g state.RankGrant, meeting engine.Bind) (*rank, error) {
 		unit: u, grant: g, events: eventSource(l.Events),
 		target: msg.Target{
 			URL: l.URL, Addressing: l.Addressing, Selector: l.Selector, Owned: !u.attached(), Access: access,
+			Model: modelNames(u.m.App, l.Model),
 		},
 	}
 	u.found.correct(r)
@@ -202,6 +203,14 @@ func (u *unit) makeRank(g state.RankGrant, meeting engine.Bind) (*rank, error) {
 		engine.Addressing{Mode: r.target.Addressing, Selector: r.target.Selector}, access, u.n.cfg.Transport)
 	r.openLog()
 	return r, nil
+}
+
+// modelNames are the names of an attached engine's model; nil: the engine knows those that clients send.
+func modelNames(a *app.Application, engine string) *msg.ModelNames {
+	if engine == "" {
+		return nil
+	}
+	return &msg.ModelNames{Engine: engine, Clients: append([]string{a.Model.ID}, a.Model.Aliases...)}
 }
 
 // launch starts every rank's engine and watches its exit.

@@ -103,7 +103,8 @@ type QueueBounds struct {
 type Model struct {
 	// what clients send as `model`; unique in the cluster, aliases too
 	ID string `json:"id" is:"served" need:"it is what clients send as \"model\""`
-	// what the engine loads: a repository or a path
+	// what the engine loads: a repository or a path. attach: the name under which the engines serve the
+	// model, see `engine.ranks[].model`
 	Source string `json:"source" unset:"= id"`
 	// further names
 	Aliases []string `json:"aliases,omitempty" is:"served"`
@@ -182,6 +183,9 @@ type AttachRank struct {
 	Addressing string `json:"addressing,omitempty" words:"url | header | body" default:"url"`
 	// number that is sent to the engine with addressing header or body, from 0
 	Selector int `json:"selector,omitempty" is:"an integer from 0 to 4095" unset:"required for header, body"`
+	// the name under which the engine serves the model. Where it is not what clients send as `model` (id or
+	// alias), dpserve writes it into their requests, and theirs into the answers
+	Model string `json:"model,omitempty" is:"served" unset:"model.source"`
 	// group the rank belongs to
 	Group int `json:"group,omitempty" is:"an integer from 0 to 65535" unset:"0"`
 	// its number; written where a removed rank has left a hole. Only for independent ranks

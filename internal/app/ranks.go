@@ -42,6 +42,15 @@ func (e *Engine) Rank(group, rank int) *AttachRank {
 	return nil
 }
 
+// EngineModel returns the name under which an attached engine serves the model; "" if the file gives it none
+// of its own, so that the engine knows the names that clients send.
+func (a *Application) EngineModel(r *AttachRank) string {
+	if r.Model == "" && a.Model.Source != a.Model.ID {
+		return a.Model.Source
+	}
+	return r.Model
+}
+
 // RankNumbers returns the sorted ranks of a group: 0..dp_size-1. Removed attached ranks leave holes.
 func (a *Application) RankNumbers(group int) []int {
 	out := make([]int, 0, a.DataParallel.DPSize)

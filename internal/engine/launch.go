@@ -47,6 +47,8 @@ type Launch struct {
 	Addressing string // how requests name the rank behind URL: app.AddressURL, AddressHeader, AddressBody
 	Selector   int    // the number that they name it by; 0 with AddressURL
 
+	Model string // attach: the engine's own name of the model; "": the names that clients send
+
 	// ranks of the unit on this node that the process hosts; nil: the rank asked for alone
 	Ranks []int
 
@@ -134,5 +136,6 @@ func attachProfile(s *Spec, _ []string) (Launch, error) {
 	}
 	return Launch{
 		URL: r.URL, Addressing: r.Addressing, Selector: r.Selector, Events: declaredEvents(s.App, r),
+		Model: s.App.EngineModel(r),
 	}, nil
 }

@@ -157,6 +157,7 @@ func (n *Near) returnLateTicket(q *Request, w *wait) {
 // follows would hide it. A guarded request is not sent twice: there a dial shows that the engine lives.
 func (n *Near) askEngine(ctx context.Context, q *Request) (*http.Response, error) {
 	header, body := q.addressed()
+	body, named := q.rename(body)
 	header = q.Rank.withKey(header)
 	to, method := q.urlOf(), ""
 	if q.Target != "" {
@@ -169,6 +170,9 @@ func (n *Near) askEngine(ctx context.Context, q *Request) (*http.Response, error
 			guard: q.Guard,
 		}
 		resp, err := engine.send(ctx, o)
+		if err == nil && named != nil {
+			named.inAnswer(resp, q.answerRoute())
+		}
 		switch {
 		case err == nil || ctx.Err() != nil || IsMalformed(err) || IsOutOfFiles(err):
 			return resp, err

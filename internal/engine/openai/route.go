@@ -58,6 +58,8 @@ type routeInfo struct {
 	again bool
 	// the body is JSON, a form with the model as one of its fields, or nothing; else it is a JSON object
 	isFree bool
+	// the member of a stream's events that holds the answer as far as it is known, with its model
+	holder string
 	events eventMarks
 }
 
@@ -102,11 +104,11 @@ var routes = [NumRoutes]routeInfo{
 	Responses: {
 		name: "responses", method: http.MethodPost, paths: []string{"/v1/responses"},
 		prompts: [2]string{"input"}, opening: "instructions", isDialog: true,
-		generates: true, computes: true, again: true, events: responseEvents,
+		generates: true, computes: true, again: true, holder: "response", events: responseEvents,
 	},
 	ResponseRead: {
 		name: "response", method: http.MethodGet, paths: []string{"/v1/responses/{id}"}, isFree: true,
-		events: responseEvents,
+		holder: "response", events: responseEvents,
 	},
 	ResponseItems: {
 		name: "response_items", method: http.MethodGet, paths: []string{"/v1/responses/{id}/input_items"},
@@ -119,7 +121,7 @@ var routes = [NumRoutes]routeInfo{
 	Messages: {
 		name: "messages", method: http.MethodPost, paths: []string{"/v1/messages"}, shape: Anthropic,
 		prompts: [2]string{"messages"}, opening: "system", isDialog: true,
-		generates: true, computes: true, again: true, events: messageEvents,
+		generates: true, computes: true, again: true, holder: "message", events: messageEvents,
 	},
 	CountTokens: {
 		name: "count_tokens", method: http.MethodPost, paths: []string{"/v1/messages/count_tokens"},
