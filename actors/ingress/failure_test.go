@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
@@ -20,6 +21,7 @@ import (
 	"golang.org/x/net/http2/hpack"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/test/memnet"
 )
 
 // TestFS4EveryReplicaAnswers500: each request asks as many ranks as it may while they have room, no rank
@@ -129,18 +131,22 @@ func TestStalledStream(t *testing.T) {
 
 func TestRequestDeadline(t *testing.T) {
 	t.Parallel()
-	var h hangingEngine
 	for name, list := range map[string][]string{"before": nil, "after": {textChunk}} {
 		t.Run(name, func(t *testing.T) {
-			g := newRig(t, options{engines: []http.HandlerFunc{h.sends(list...)}})
-			a := g.post("/v1/chat/completions", streamBody, "X-Dpserve-Timeout-Ms", "100")
-			if list == nil {
-				assert.Equal(t, 504, a.status)
-			} else {
-				require.Error(t, a.err)
-			}
-			assert.Contains(t, a.body, `"code":"deadline_exceeded"`)
-			assert.Equal(t, msg.Cancelled, g.replicas[0].lastDone(t).Outcome)
+			synctest.Test(t, func(t *testing.T) {
+				var h hangingEngine
+				g := newRig(t, options{
+					engines: []http.HandlerFunc{h.sends(list...)}, network: &memnet.Network{},
+				})
+				a := g.post("/v1/chat/completions", streamBody, "X-Dpserve-Timeout-Ms", "100")
+				if list == nil {
+					assert.Equal(t, 504, a.status)
+				} else {
+					require.Error(t, a.err)
+				}
+				assert.Contains(t, a.body, `"code":"deadline_exceeded"`)
+				assert.Equal(t, msg.Cancelled, g.replicas[0].lastDone(t).Outcome)
+			})
 		})
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -164,17 +165,17 @@ func TestHeldRequestsEnd(t *testing.T) {
 func TestARankRefusesAReleasedRequest(t *testing.T) {
 	t.Parallel()
 	inGroupRig(t, groupOptions{ranks: 2, ingresses: 2, max: 8}, func(t *testing.T, g *groupRig) {
-		refusals := 0
+		var refusals atomic.Int32 // of both ranks
 		for _, r := range g.replicas {
 			r.setRefuse(func(*msg.Admit) msg.Refusal {
-				if refusals++; refusals <= 3 {
+				if refusals.Add(1) <= 3 {
 					return msg.Full
 				}
 				return msg.Granted
 			})
 		}
 		g.allAnswered(g.load(10, 10*time.Millisecond, g.spread(3000)), 3*time.Second)
-		assert.Greater(t, refusals, 3)
+		assert.Greater(t, refusals.Load(), int32(3))
 	})
 }
 

@@ -3,12 +3,14 @@ package ingress
 import (
 	"net/http"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/test/memnet"
 )
 
 // freeFor reports that a request of another ingress has ended, and for which ingress the room is.
@@ -32,8 +34,12 @@ func (g *rig) room() int {
 
 // RP6: an ingress asks a rank for capacity only if the capacity is offered to it.
 func TestRoomOfAnotherIngressIsLeftAlone(t *testing.T) {
+	synctest.Test(t, testRoomOfAnotherIngress)
+}
+
+func testRoomOfAnotherIngress(t *testing.T) {
 	g := newRig(t, options{
-		engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 2,
+		engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 2, network: &memnet.Network{},
 		timers: Timers{FullRecheck: 100 * time.Millisecond},
 	})
 	r := g.replicas[0]
@@ -75,7 +81,7 @@ func TestRanksAreToldThatRequestsWait(t *testing.T) {
 		go func() { done <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
 	}
 	eventually(t, func() bool { return g.in.QueueLen("demo") == 1 && len(told()) > 0 }, "one waits")
-	assert.Equal(t, []bool{true}, told())
+	assert.True(t, told()[0])
 	eventually(t, func() bool { return len(told()) > 1 }, "said again while it lasts")
 	for range 2 {
 		e.open <- struct{}{}

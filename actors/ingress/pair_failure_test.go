@@ -4,6 +4,7 @@ import (
 	"net/http"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
@@ -13,6 +14,7 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/test/memnet"
 )
 
 // answers makes an engine answer every request that is not a prewarm leg with h.
@@ -140,14 +142,16 @@ func TestNoPrefill(t *testing.T) {
 // TestSplitDeadline: a request whose own deadline is over leaves nothing behind, whatever leg runs.
 func TestSplitDeadline(t *testing.T) {
 	t.Parallel()
-	var h hangingEngine
-	g := newPairRig(t, options{prefills: 1, decodes: 1})
-	g.p[0].set(answers(h.sends()))
-	a := g.post("/v1/chat/completions", streamBody, "X-Dpserve-Timeout-Ms", "50")
-	assert.Equal(t, "deadline_exceeded", a.code(t))
-	g.p[0].set(nil)
-	g.d[0].set(answers(h.sends()))
-	a = g.post("/v1/chat/completions", streamBody, "X-Dpserve-Timeout-Ms", "100")
-	assert.Equal(t, "deadline_exceeded", a.code(t))
-	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="deadline",way="remote"}`, "2")
+	synctest.Test(t, func(t *testing.T) {
+		var h hangingEngine
+		g := newPairRig(t, options{prefills: 1, decodes: 1, network: &memnet.Network{}})
+		g.p[0].set(answers(h.sends()))
+		a := g.post("/v1/chat/completions", streamBody, "X-Dpserve-Timeout-Ms", "50")
+		assert.Equal(t, "deadline_exceeded", a.code(t))
+		g.p[0].set(nil)
+		g.d[0].set(answers(h.sends()))
+		a = g.post("/v1/chat/completions", streamBody, "X-Dpserve-Timeout-Ms", "100")
+		assert.Equal(t, "deadline_exceeded", a.code(t))
+		g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="deadline",way="remote"}`, "2")
+	})
 }

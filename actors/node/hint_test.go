@@ -1,11 +1,14 @@
 package node_test
 
 import (
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/node"
@@ -43,7 +46,7 @@ func TestAFailedStartEndsWithItsCause(t *testing.T) {
 		},
 		"in another rank's log": {
 			app.Lockstep, `case "$*" in *"--data-parallel-rank 1 "*) ` + noMemory + `sleep 600;; esac` +
-				"\nsleep 0.5; exit 1",
+				"\nwhile ! [ -e READ ]; do sleep 0.02; done; exit 1",
 			"^rank 0: engine exited with code 1 after [^:]*; rank 1: " + noMemoryHint,
 		},
 		"the engine's own words": {
@@ -53,8 +56,12 @@ func TestAFailedStartEndsWithItsCause(t *testing.T) {
 	}
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
-			r := newRig(t)
-			r.start(scripted(c.coupling, 2, c.script))
+			r, read := newRig(t), filepath.Join(t.TempDir(), "read")
+			r.start(scripted(c.coupling, 2, strings.ReplaceAll(c.script, "READ", read)))
+			if c.coupling == app.Lockstep { // the other rank's line is read before this rank ends
+				r.eventually("the engine's line", func() bool { return r.hasLogged("OutOfMemoryError") })
+				require.NoError(t, os.WriteFile(read, nil, 0o600))
+			}
 			e := r.expect(msg.UnitGone, msg.UnitStarted, msg.UnitKilling)
 			assert.Regexp(t, c.reason, e.Reason)
 			assert.LessOrEqual(t, len(e.LogTail), 20)
@@ -62,10 +69,20 @@ func TestAFailedStartEndsWithItsCause(t *testing.T) {
 	}
 }
 
+// hasLogged reports whether the log of an engine contains a text.
+func (r *rig) hasLogged(text string) bool {
+	var lines strings.Builder
+	_ = r.node.Logs(r.t.Context(), node.LogQuery{Rank: -1}, func(l node.LogLine) error {
+		lines.WriteString(l.Text)
+		return nil
+	})
+	return strings.Contains(lines.String(), text)
+}
+
 // A bar that moves shows while the rank starts, and in the reason when the start takes too long.
 func TestAStartShowsWhatTheEngineSaysOfIt(t *testing.T) {
 	t.Parallel()
-	r := newRig(t, func(c *node.Config) { c.Timers.StartupTimeout = 3 * time.Second })
+	r := newRig(t, func(c *node.Config) { c.Timers.StartupTimeout = 6 * time.Second })
 	m := r.start(scripted(app.Independent, 1,
 		`printf 'Loading safetensors checkpoint shards:  12%% Completed | 1/8 [00:02<00:14]\r' >&2; `+
 			"sleep 600"))
@@ -80,14 +97,7 @@ func TestAStartShowsWhatTheEngineSaysOfIt(t *testing.T) {
 func TestAStopThatWasAskedForHasNoOtherCause(t *testing.T) {
 	r := newRig(t)
 	m := r.start(scripted(app.Independent, 1, noMemory+"sleep 600"))
-	r.eventually("the engine's line", func() bool {
-		var lines strings.Builder
-		_ = r.node.Logs(t.Context(), node.LogQuery{Rank: -1}, func(l node.LogLine) error {
-			lines.WriteString(l.Text)
-			return nil
-		})
-		return strings.Contains(lines.String(), "OutOfMemoryError")
-	})
+	r.eventually("the engine's line", func() bool { return r.hasLogged("OutOfMemoryError") })
 	r.stop(m, 0)
 	assert.Equal(t, "deleted", r.expect(msg.UnitGone, msg.UnitStarted, msg.UnitKilling).Reason)
 }

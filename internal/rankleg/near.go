@@ -105,6 +105,10 @@ func (n *Near) admit(ctx context.Context, q *Request) msg.AdmitReply {
 	select {
 	case rep := <-w.reply:
 		n.endWait(w)
+		if rep.Refusal == msg.Granted && (ctx.Err() != nil || q.Admit.Ctx.Err() != nil) {
+			giveBackLate(box, &rep) // the request left at the same moment: no engine is asked
+			return q.refused(msg.Expired)
+		}
 		return rep
 	case <-box.Stopped():
 		q.IsAdmitPending = true // the mailbox may still hold the message
@@ -143,12 +147,17 @@ func (n *Near) returnLateTicket(q *Request, w *wait) {
 		case rep := <-w.reply:
 			n.endWait(w)
 			if rep.Refusal == msg.Granted {
-				box.Send(&msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.Refused, Cause: "late_ticket"})
+				giveBackLate(box, &rep)
 			}
 		case <-box.Stopped():
 		case <-w.patience.C:
 		}
 	})
+}
+
+// giveBackLate returns a ticket that no request uses.
+func giveBackLate(box msg.Mailbox, rep *msg.AdmitReply) {
+	box.Send(&msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.Refused, Cause: "late_ticket"})
 }
 
 // askEngine sends the request, and sends it once more if a connection that had waited turns out to be closed.
