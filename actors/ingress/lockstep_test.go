@@ -25,7 +25,8 @@ func TestOneLostUnitIsOneAttempt(t *testing.T) {
 	}{
 		"reset": {resets, 0, lossWait},
 		"dead core": {
-			replies(http.StatusInternalServerError, deadCore), lossWait + 100*time.Millisecond, deadEngineWait,
+			replies(http.StatusInternalServerError, deadCore), lossWait + 100*time.Millisecond,
+			deadEngineWait,
 		},
 	} {
 		t.Run(name, func(t *testing.T) {

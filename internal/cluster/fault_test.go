@@ -121,33 +121,35 @@ func TestSickDisk(t *testing.T) {
 // raft does not start: it would promise votes that it cannot keep.
 func TestSickDiskOfALeader(t *testing.T) {
 	t.Parallel()
-	g := newGroup(t)
-	cfg, sick := failingConfig(cluster.Config{NodeID: "node-1", DataDir: t.TempDir()})
-	first := g.add(cfg)
-	g.ready(first)
-	g.put(first)
-	g.join(cluster.Config{NodeID: "node-2"}, true)
-	g.join(cluster.Config{NodeID: "node-3"}, true)
-	g.propose(putApp("demo", "one"))
-	g.retry(func() error { // first leads now, and its disk is sick before it can lose that
-		if !first.Leader() {
-			return errors.Join(cluster.ErrNotLeader, g.leader().StepDown(t.Context()))
-		}
-		return nil
+	onFakeTime(t, func(t *testing.T) {
+		g := newGroup(t)
+		cfg, sick := failingConfig(cluster.Config{NodeID: "node-1", DataDir: t.TempDir()})
+		first := g.add(cfg)
+		g.ready(first)
+		g.put(first)
+		g.join(cluster.Config{NodeID: "node-2"}, true)
+		g.join(cluster.Config{NodeID: "node-3"}, true)
+		g.propose(putApp("demo", "one"))
+		g.retry(func() error { // first leads now, and its disk is sick before it can lose that
+			if !first.Leader() {
+				return errors.Join(cluster.ErrNotLeader, g.leader().StepDown(t.Context()))
+			}
+			return nil
+		})
+		sick.Store(true)
+		_, _ = first.ProposeHere(t.Context(), putApp("refused", "one"))
+		next := g.leader(g.others(first)...)
+		propose(t, next.Cluster, putApp("demo", "two"))
+		require.Eventually(t, func() bool { return sick.tests.Load() > 0 }, limit, 5*time.Millisecond)
+		others := sick.others.Load()
+		require.Eventually(t, func() bool { return sick.tests.Load() > 1 }, limit, 5*time.Millisecond)
+		assert.Equal(t, others, sick.others.Load(), "raft writes to a disk that fails its test")
+		sick.Store(false)
+		g.retry(func() error { _, err := first.Propose(t.Context(), putApp("demo", "three")); return err })
+		g.ready(first)
+		g.same()
+		assert.NotContains(t, g.leader().State().Apps, "refused")
 	})
-	sick.Store(true)
-	_, _ = first.ProposeHere(t.Context(), putApp("refused", "one"))
-	next := g.leader(g.others(first)...)
-	propose(t, next.Cluster, putApp("demo", "two"))
-	require.Eventually(t, func() bool { return sick.tests.Load() > 0 }, limit, 5*time.Millisecond)
-	others := sick.others.Load()
-	require.Eventually(t, func() bool { return sick.tests.Load() > 1 }, limit, 5*time.Millisecond)
-	assert.Equal(t, others, sick.others.Load(), "raft writes to a disk that fails its test")
-	sick.Store(false)
-	g.retry(func() error { _, err := first.Propose(t.Context(), putApp("demo", "three")); return err })
-	g.ready(first)
-	g.same()
-	assert.NotContains(t, g.leader().State().Apps, "refused")
 }
 
 // fullDir is the variable that tells a re-executed test binary to run against a full disk.

@@ -3,20 +3,31 @@ package cluster_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"slices"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/test/memnet"
 )
 
-// fastTimers are raft's timers of these tests: short enough for many elections, and long enough that the
-// leader stays on busy cores.
+// onFakeTime runs a test of several nodes on fake time: a leader stays however busy the machine is.
+func onFakeTime(t *testing.T, test func(t *testing.T)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		t.Cleanup(func() { time.Sleep(time.Minute) }) // the last one: connections see that both ends are gone
+		test(t)
+	})
+}
+
+// fastTimers are raft's timers of these tests: short enough for many elections.
 func fastTimers() cluster.Timers {
 	return cluster.Timers{
 		Heartbeat: 500 * time.Millisecond, Election: 500 * time.Millisecond,
@@ -24,9 +35,11 @@ func fastTimers() cluster.Timers {
 	}
 }
 
-// testNetwork connects the nodes of a test over loopback and can isolate one.
+// testNetwork connects the nodes of a test in memory and can isolate one.
 type testNetwork struct {
+	net   memnet.Network
 	mu    sync.Mutex
+	hosts int
 	cut   map[string]bool // by address
 	conns map[net.Conn][2]string
 }
@@ -37,17 +50,33 @@ func newWires() *testNetwork {
 	return &testNetwork{cut: map[string]bool{}, conns: map[net.Conn][2]string{}}
 }
 
+// listen binds a port on a host of its own.
+func (w *testNetwork) listen() (net.Listener, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.hosts++
+	return w.net.Listen(fmt.Sprintf("127.0.0.%d:9000", w.hosts))
+}
+
 func (w *testNetwork) dial(from, to string, timeout time.Duration) (net.Conn, error) {
+	host, _, err := net.SplitHostPort(from)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
+	defer cancel()
+	conn, err := w.net.Host(host).DialContext(ctx, "tcp", to)
+	if err != nil {
+		return nil, err
+	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.cut[from] || w.cut[to] {
+		_ = conn.Close()
 		return nil, errCut
 	}
-	conn, err := net.DialTimeout("tcp", to, timeout)
-	if err == nil {
-		w.conns[conn] = [2]string{from, to}
-	}
-	return conn, err
+	w.conns[conn] = [2]string{from, to}
+	return conn, nil
 }
 
 // isolate disconnects a node, or connects it again.
@@ -88,9 +117,9 @@ type doorListener struct {
 	once  sync.Once
 }
 
-func newDoor(t testing.TB) *door {
+func newDoor(t testing.TB, w *testNetwork) *door {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	l, err := w.listen()
 	require.NoError(t, err)
 	d := &door{Listener: l}
 	served := make(chan struct{})
@@ -180,7 +209,7 @@ func (g *group) start(m *member) {
 // add opens a new member.
 func (g *group) add(cfg cluster.Config) *member {
 	g.t.Helper()
-	m := &member{cfg: cfg, door: newDoor(g.t)}
+	m := &member{cfg: cfg, door: newDoor(g.t, g.testNetwork)}
 	m.address = m.door.Addr().String()
 	g.start(m)
 	g.mu.Lock()

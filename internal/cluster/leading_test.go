@@ -87,21 +87,23 @@ func TestNewTermStartsNewLeaderParts(t *testing.T) {
 
 // A leader that loses the leadership ends what belongs to it, and the next one starts it.
 func TestLeaderPartsFollowTheLeader(t *testing.T) {
-	g := threeVoters(t, false)
-	first := g.leader()
-	rigs := map[*member]*leadingRig{}
-	for _, m := range g.running() {
-		rigs[m] = newLeadingRig(t, m.Cluster)
-		require.NoError(t, rigs[m].Adapt(t.Context()))
-	}
-	assert.Len(t, rigs[first].started, 1)
-	require.NoError(t, first.StepDown(t.Context()))
-	next := g.leader(g.others(first)...)
-	require.Eventually(t, func() bool { return !first.Leader() }, limit, time.Millisecond)
-	for m, r := range rigs {
-		require.NoError(t, r.Adapt(t.Context()))
-		_, leads := r.Current()
-		assert.Equal(t, m == next, leads, m.NodeID())
-	}
-	assert.True(t, rigs[first].started[0].closed)
+	onFakeTime(t, func(t *testing.T) {
+		g := threeVoters(t, false)
+		first := g.leader()
+		rigs := map[*member]*leadingRig{}
+		for _, m := range g.running() {
+			rigs[m] = newLeadingRig(t, m.Cluster)
+			require.NoError(t, rigs[m].Adapt(t.Context()))
+		}
+		assert.Len(t, rigs[first].started, 1)
+		require.NoError(t, first.StepDown(t.Context()))
+		next := g.leader(g.others(first)...)
+		require.Eventually(t, func() bool { return !first.Leader() }, limit, time.Millisecond)
+		for m, r := range rigs {
+			require.NoError(t, r.Adapt(t.Context()))
+			_, leads := r.Current()
+			assert.Equal(t, m == next, leads, m.NodeID())
+		}
+		assert.True(t, rigs[first].started[0].closed)
+	})
 }

@@ -62,61 +62,63 @@ func (l *lines) count(words string) int {
 // says what to do, and continues from its log after an upgrade.
 func TestUnreadableEntryEndsTheRun(t *testing.T) {
 	t.Parallel()
-	// the other forms of what a version cannot read: internal/state
-	const reads = `{"put_future":{"app":"demo"}}`
-	g := newGroup(t)
-	first := g.add(cluster.Config{NodeID: "node-1", DataDir: t.TempDir()})
-	g.ready(first)
-	g.put(first)
-	second := g.join(cluster.Config{NodeID: "node-2", DataDir: t.TempDir()}, true)
-	log := &lines{}
-	newer := cluster.Config{
-		NodeID: "node-3", DataDir: t.TempDir(),
-		Log: slog.New(slog.NewTextHandler(log, nil)),
-	}
-	older := newer
-	older.Stores = func(s cluster.LogStore) cluster.LogStore { return olderVersion{s, reads} }
-	old := g.join(older, true)
-	g.propose(putApp("demo", "one"))
-	// a leader applies what it has in memory
-	g.retry(func() error { return old.StepDown(t.Context()) })
-	g.leader(first, second)
+	onFakeTime(t, func(t *testing.T) {
+		// the other forms of what a version cannot read: internal/state
+		const reads = `{"put_future":{"app":"demo"}}`
+		g := newGroup(t)
+		first := g.add(cluster.Config{NodeID: "node-1", DataDir: t.TempDir()})
+		g.ready(first)
+		g.put(first)
+		second := g.join(cluster.Config{NodeID: "node-2", DataDir: t.TempDir()}, true)
+		log := &lines{}
+		newer := cluster.Config{
+			NodeID: "node-3", DataDir: t.TempDir(),
+			Log: slog.New(slog.NewTextHandler(log, nil)),
+		}
+		older := newer
+		older.Stores = func(s cluster.LogStore) cluster.LogStore { return olderVersion{s, reads} }
+		old := g.join(older, true)
+		g.propose(putApp("demo", "one"))
+		// a leader applies what it has in memory
+		g.retry(func() error { return old.StepDown(t.Context()) })
+		g.leader(first, second)
 
-	g.propose(putApp("future", "one"))
-	g.propose(putApp("later", "one"))
-	left := func() bool { return old.Fault() != nil }
-	require.Eventually(t, left, limit, 5*time.Millisecond, "it went on behind what it cannot read")
-	assertUnreadable(t, old.Fault())
-	require.Eventually(t, func() bool { _, known := old.LeaderNode(); return !known }, limit,
-		5*time.Millisecond)
-	_, err := old.Propose(t.Context(), putApp("mine", "one"))
-	assertUnreadable(t, err)
-	require.Error(t, old.Snapshot())
+		g.propose(putApp("future", "one"))
+		g.propose(putApp("later", "one"))
+		left := func() bool { return old.Fault() != nil }
+		require.Eventually(t, left, limit, 5*time.Millisecond, "it went on behind what it cannot read")
+		assertUnreadable(t, old.Fault())
+		require.Eventually(t, func() bool { _, known := old.LeaderNode(); return !known }, limit,
+			5*time.Millisecond)
+		_, err := old.Propose(t.Context(), putApp("mine", "one"))
+		assertUnreadable(t, err)
+		require.Error(t, old.Snapshot())
 
-	g.stop(second) // the other two are a majority, if one that has left consensus votes
-	require.Eventually(t, func() bool { return !first.Leader() }, limit, 5*time.Millisecond)
-	time.Sleep(1500 * time.Millisecond) // two elections
-	assert.False(t, first.Leader(), "it voted")
-	assert.Contains(t, old.State().Apps, "demo")
-	assert.NotContains(t, old.State().Apps, "later", "a state that differs from those of the others")
-	assert.Equal(t, 1, log.count("leaves consensus"), "it tries again and again")
-	g.stop(old)
-	g.start(second)
-	g.leader(first, second)
+		g.stop(second) // the other two are a majority, if one that has left consensus votes
+		require.Eventually(t, func() bool { return !first.Leader() }, limit, 5*time.Millisecond)
+		time.Sleep(1500 * time.Millisecond) // two elections
+		assert.False(t, first.Leader(), "it voted")
+		assert.Contains(t, old.State().Apps, "demo")
+		assert.NotContains(t, old.State().Apps, "later", "a state that differs from those of the others")
+		assert.Equal(t, 1, log.count("leaves consensus"), "it tries again and again")
+		g.stop(old)
+		g.start(second)
+		g.leader(first, second)
 
-	g.start(old) // the same version once more
-	ctx, cancel := context.WithTimeout(t.Context(), limit)
-	defer cancel()
-	assertUnreadable(t, old.Ready(ctx))
-	g.stop(old)
-	old.cfg = newer
-	old.cfg.Member, old.cfg.ClusterID = true, first.ClusterID()
-	g.start(old)
-	g.ready(old)
-	require.NoError(t, old.Fault())
-	assert.Contains(t, old.State().Apps, "future")
-	assert.Contains(t, old.State().Apps, "later")
-	g.same()
+		g.start(old) // the same version once more
+		ctx, cancel := context.WithTimeout(t.Context(), limit)
+		defer cancel()
+		assertUnreadable(t, old.Ready(ctx))
+		g.stop(old)
+		old.cfg = newer
+		old.cfg.Member, old.cfg.ClusterID = true, first.ClusterID()
+		g.start(old)
+		g.ready(old)
+		require.NoError(t, old.Fault())
+		assert.Contains(t, old.State().Apps, "future")
+		assert.Contains(t, old.State().Apps, "later")
+		g.same()
+	})
 }
 
 func assertUnreadable(t *testing.T, err error) {

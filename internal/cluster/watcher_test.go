@@ -279,20 +279,22 @@ func TestWatcherRefusesWhatIsNotItsCluster(t *testing.T) {
 // voter that is cut off.
 func TestFollowOfManyNodes(t *testing.T) {
 	t.Parallel()
-	g := threeVoters(t, false)
-	voter := g.others(g.leader())[0]
-	s := &source{of: voter.Cluster}
-	w, err := cluster.NewWatcher(cluster.WatcherConfig{
-		ClusterID: voter.ClusterID(), Watch: s.watch,
-		Forward: g.forward,
+	onFakeTime(t, func(t *testing.T) {
+		g := threeVoters(t, false)
+		voter := g.others(g.leader())[0]
+		s := &source{of: voter.Cluster}
+		w, err := cluster.NewWatcher(cluster.WatcherConfig{
+			ClusterID: voter.ClusterID(), Watch: s.watch,
+			Forward: g.forward,
+		})
+		require.NoError(t, err)
+		defer func() { require.NoError(t, w.Close()) }()
+		g.retry(func() error { _, err := w.Propose(t.Context(), putApp("demo", "one")); return err })
+		assert.Contains(t, w.State().Apps, "demo")
+		g.testNetwork.isolate(voter.address, true)
+		require.Eventually(t, func() bool { _, ok := w.LeaderNode(); return !ok }, limit, 10*time.Millisecond,
+			"a control node that knows nobody who leads must not pass for one that does")
 	})
-	require.NoError(t, err)
-	defer func() { require.NoError(t, w.Close()) }()
-	g.retry(func() error { _, err := w.Propose(t.Context(), putApp("demo", "one")); return err })
-	assert.Contains(t, w.State().Apps, "demo")
-	g.testNetwork.isolate(voter.address, true)
-	require.Eventually(t, func() bool { _, ok := w.LeaderNode(); return !ok }, limit, 10*time.Millisecond,
-		"a control node that knows nobody who leads must not pass for one that does")
 }
 
 func FuzzDecodeCopy(f *testing.F) {
