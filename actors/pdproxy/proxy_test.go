@@ -146,7 +146,7 @@ func startProxy(t *testing.T, b *fakeBackend) *Proxy {
 
 func eventually(t *testing.T, what func() bool, text string) {
 	t.Helper()
-	require.Eventually(t, what, 10*time.Second, time.Millisecond, text)
+	require.Eventually(t, what, 30*time.Second, time.Millisecond, text)
 }
 
 // TestPrewarms: each pair is prewarmed, one at a time per decode rank; one that fails is tried again, and the

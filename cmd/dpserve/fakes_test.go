@@ -259,7 +259,7 @@ func (n *fakeNode) Totals() (uint64, uint64, int)                 { return 3, 40
 // eventually waits for a condition that another goroutine makes true.
 func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
-	require.Eventually(t, ok, 10*time.Second, 5*time.Millisecond, what)
+	require.Eventually(t, ok, 30*time.Second, 5*time.Millisecond, what)
 }
 
 // fakeNodes is the state of the fake cluster's nodes. Each call of Nodes returns the next element of script;

@@ -144,7 +144,8 @@ func TestUpkeepRemovesAVoter(t *testing.T) {
 		assert.Len(t, voters(leader), 3)
 
 		g.join(cluster.Config{NodeID: "node-4"}, false)
-		require.Eventually(t, func() bool { return up.CheckLeave(t.Context(), leaves) == nil }, limit, limit/1000)
+		require.Eventually(t, func() bool { return up.CheckLeave(t.Context(), leaves) == nil }, limit,
+			limit/1000)
 		assert.Len(t, voters(leader), 3, "a question changes nothing")
 		require.NoError(t, up.Remove(t.Context(), leaves, remove))
 		assert.Equal(t, map[string]bool{leader.NodeID(): true, dead: true, "node-4": true}, voters(leader))

@@ -104,7 +104,7 @@ func TestReuseOverTLS(t *testing.T) {
 	for i, what := range []chan bool{unasked, closes} {
 		what <- true
 		send(1)
-		require.Eventually(t, isOver, 5*time.Second, time.Millisecond)
+		require.Eventually(t, isOver, 30*time.Second, time.Millisecond)
 		send(1)
 		assert.EqualValues(t, 2+i, conns.Load())
 	}
@@ -212,7 +212,7 @@ func TestClosedWhileIdle(t *testing.T) {
 			require.Eventually(t, func() bool {
 				return c.pool.free[0].probe == nil ||
 					!c.pool.free[0].probe.quiet()
-			}, 5*time.Second, time.Millisecond)
+			}, 30*time.Second, time.Millisecond)
 			got := outcome(t, c)
 			require.NoError(t, got.err)
 			assert.Equal(t, "ok", got.body)
@@ -349,7 +349,7 @@ func TestCancelBeforeTheEndIsRead(t *testing.T) {
 	require.NoError(t, err)
 	cn := resp.Body.(*exchange).conn
 	cancel()
-	require.Eventually(t, cn.aborted.Load, 5*time.Second, time.Millisecond)
+	require.Eventually(t, cn.aborted.Load, 30*time.Second, time.Millisecond)
 	b, err := io.ReadAll(resp.Body)
 	require.NoError(t, err)
 	assert.Equal(t, "ok", string(b))

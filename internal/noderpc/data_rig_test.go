@@ -241,7 +241,7 @@ func (g *dataRig) sendCtx(ctx context.Context, d *rankleg.Request) dataAnswer {
 
 func dataEventually(t *testing.T, what func() bool, text string) {
 	t.Helper()
-	require.Eventually(t, what, 5*time.Second, time.Millisecond, text)
+	require.Eventually(t, what, 30*time.Second, time.Millisecond, text)
 }
 
 const dataChunk = "data: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"a\"}}]}\n\n"

@@ -183,7 +183,7 @@ func TestParentsAndChildren(t *testing.T) {
 	require.Eventually(t, func() bool {
 		below = Descendants(cmd.Process.Pid)
 		return len(below) == 1 && Arguments(below[0])[0] == "sleep"
-	}, 10*time.Second, time.Millisecond)
+	}, 30*time.Second, time.Millisecond)
 	assert.Subset(t, Descendants(os.Getpid()), append(below, cmd.Process.Pid))
 	assert.Equal(t, []int{cmd.Process.Pid, os.Getpid()}, Ancestors(below[0])[:2])
 	assert.True(t, slices.ContainsFunc(Children(os.Getpid()), func(s Stat) bool {

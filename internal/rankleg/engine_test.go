@@ -144,7 +144,7 @@ func TestAWrittenBodyIsFree(t *testing.T) {
 	assert.Eventually(t, func() bool {
 		runtime.GC()
 		return alive.Value() == nil
-	}, 5*time.Second, 10*time.Millisecond)
+	}, 30*time.Second, 10*time.Millisecond)
 	runtime.KeepAlive(o)
 	require.NoError(t, resp.Body.Close())
 }

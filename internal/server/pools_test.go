@@ -81,7 +81,7 @@ func TestPrefillRanksComeAndGo(t *testing.T) {
 	require.Len(t, res.Changes, 1)
 	assert.Equal(t, client.EffectUnchanged, res.Changes[0].Effect, "the ranks are those of the file again")
 	require.Eventually(t, func() bool { return b.n.store.State().Units["pd.prefill/0/0"] == nil },
-		10*time.Second, time.Millisecond, "its number is free again")
+		30*time.Second, time.Millisecond, "its number is free again")
 	_, err = add("pd", `{"url": "http://127.0.0.1:2", "role": "prefill"}`)
 	require.NoError(t, err)
 	res, err = b.Deploy(t.Context(), client.DeployRequest{File: "app.yaml", Text: []byte(pairFile)})
@@ -91,6 +91,6 @@ func TestPrefillRanksComeAndGo(t *testing.T) {
 
 	refused(b.Delete(t.Context(), "pd.decode"), problem.Conflict, "pd.decode is a pool of pd")
 	require.NoError(t, b.Delete(t.Context(), "pd"))
-	require.Eventually(t, func() bool { return len(b.n.store.State().Apps) == 0 }, 10*time.Second,
+	require.Eventually(t, func() bool { return len(b.n.store.State().Apps) == 0 }, 30*time.Second,
 		time.Millisecond)
 }

@@ -58,7 +58,7 @@ func (b *backend) spec(t *testing.T, name string) *app.Application {
 func TestConcurrentRankChangesAllSucceed(t *testing.T) {
 	b := newBackend(t, edgeFile)
 	first := func() *state.Unit { return b.n.store.State().Units["edge/0/0"] }
-	require.Eventually(t, func() bool { return first() != nil }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return first() != nil }, 30*time.Second, time.Millisecond)
 	const n = 10
 	var wg sync.WaitGroup
 	var mu sync.Mutex

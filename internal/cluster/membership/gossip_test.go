@@ -65,7 +65,7 @@ func TestTwoMembersOverSockets(t *testing.T) {
 	a := start("a")
 	b := start("b", a.Address())
 	for _, g := range []*membership.Gossip{a, b} {
-		require.Eventually(t, func() bool { return view(g) == "a b" }, 15*time.Second, time.Millisecond)
+		require.Eventually(t, func() bool { return view(g) == "a b" }, 30*time.Second, time.Millisecond)
 	}
 	taken := config(t, "c")
 	_, port, err := net.SplitHostPort(a.Address())

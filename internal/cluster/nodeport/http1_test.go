@@ -192,7 +192,7 @@ func TestTheWayComesBack(t *testing.T) {
 	require.Eventually(t, func() bool {
 		_, err = fetch(t, tr, "x")
 		return errors.Is(err, nodeport.ErrWrongPeer)
-	}, 10*time.Second, 10*time.Millisecond)
+	}, 30*time.Second, 10*time.Millisecond)
 	require.NoError(t, other.Close())
 	require.NoError(t, <-done)
 
@@ -200,7 +200,7 @@ func TestTheWayComesBack(t *testing.T) {
 	require.NoError(t, again.Listen(t.Context(), addr))
 	go func() { done <- again.Serve() }()
 	again.handle(t, nodeport.Data, says("second"))
-	require.Eventually(t, func() bool { got, err = fetch(t, tr, "x"); return err == nil }, 10*time.Second,
+	require.Eventually(t, func() bool { got, err = fetch(t, tr, "x"); return err == nil }, 30*time.Second,
 		10*time.Millisecond)
 	assert.Equal(t, "second", got)
 	tr.Close()

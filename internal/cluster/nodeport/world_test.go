@@ -109,7 +109,7 @@ func (n *node) count(r nodeport.Reason) int {
 // eventually waits for a count that another goroutine makes.
 func (n *node) eventually(t testing.TB, r nodeport.Reason, want int) {
 	t.Helper()
-	require.Eventually(t, func() bool { return n.count(r) >= want }, 10*time.Second, time.Millisecond,
+	require.Eventually(t, func() bool { return n.count(r) >= want }, 30*time.Second, time.Millisecond,
 		"refused for %s", r)
 }
 

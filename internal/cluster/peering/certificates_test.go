@@ -282,7 +282,7 @@ func TestTheRecordDoesNotWaitForTheDisk(t *testing.T) {
 			close(disk.finish)
 			require.Eventually(t, func() bool {
 				return bytes.Equal(key, p.Certificates.current().GossipKey)
-			}, 10*time.Second, time.Millisecond, "the key that was offered is saved after the rest")
+			}, 30*time.Second, time.Millisecond, "the key that was offered is saved after the rest")
 			cancel()
 			loops.Wait()
 			<-read

@@ -274,7 +274,7 @@ func TestALostCgroup(t *testing.T) {
 // waitFor waits for what another process does.
 func waitFor(t *testing.T, ok func() bool) {
 	t.Helper()
-	require.Eventually(t, ok, 10*time.Second, 2*time.Millisecond)
+	require.Eventually(t, ok, 30*time.Second, 2*time.Millisecond)
 }
 
 // TestAskVersion: programs that answer, fail, say nothing, and never answer.

@@ -19,7 +19,7 @@ import (
 
 func eventually(t *testing.T, ok func() bool) {
 	t.Helper()
-	require.Eventually(t, ok, 10*time.Second, 2*time.Millisecond)
+	require.Eventually(t, ok, 30*time.Second, 2*time.Millisecond)
 }
 
 // script is a publisher and a ROUTER in the hands of a test.

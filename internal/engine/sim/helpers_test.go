@@ -72,7 +72,7 @@ func get(t testing.TB, s *Server, path string) string {
 
 func eventually(t testing.TB, ok func() bool) {
 	t.Helper()
-	require.Eventually(t, ok, 10*time.Second, 2*time.Millisecond)
+	require.Eventually(t, ok, 30*time.Second, 2*time.Millisecond)
 }
 
 // tryAsk is ask for goroutines: the body as far as it came, or the error.

@@ -153,7 +153,7 @@ func agree(t *testing.T, s *Server, sub *kvevents.Subscriber, view *kvView, i in
 	ok := assert.Eventually(t, func() bool {
 		table, st := s.BlockTables()[i], sub.Stats()
 		return st.Synced && st.LastSeq+1 == table.Next && !st.Replaying && view.equals(table)
-	}, 15*time.Second, 5*time.Millisecond)
+	}, 30*time.Second, 5*time.Millisecond)
 	if !ok {
 		table := s.BlockTables()[i]
 		t.Fatalf("view of %d blocks, engine has %d, next batch %d: %+v", view.size(), len(table.Blocks),
