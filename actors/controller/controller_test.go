@@ -122,7 +122,25 @@ type rig struct {
 	store   *memStore
 	agent   *agent
 	metrics *counter
-	logs    *bytes.Buffer
+	logs    *syncBuffer
+}
+
+// syncBuffer is a log that is read while it is written.
+type syncBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (s *syncBuffer) Write(p []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.Write(p)
+}
+
+func (s *syncBuffer) String() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.String()
 }
 
 // rigged runs f in a bubble of fake time with a started controller.
@@ -132,7 +150,7 @@ func rigged(t *testing.T, change func(*Config), f func(t *testing.T, r *rig)) {
 		r := &rig{
 			store: newMemStore(), agent: &agent{newest: map[string]msg.UnitEvent{}},
 			metrics: &counter{phases: map[string]state.Phase{}, ranks: map[string][2]int{}},
-			logs:    new(bytes.Buffer),
+			logs:    new(syncBuffer),
 		}
 		_, err := r.store.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: node("a", 8)}})
 		require.NoError(t, err)

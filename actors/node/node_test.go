@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -99,6 +100,12 @@ func (r *rig) Publish(p msg.Publish) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.published = append(r.published, p)
+}
+
+func (r *rig) allPublished() []msg.Publish {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return slices.Clone(r.published)
 }
 
 func (r *rig) Await(context.Context, string, uint64, int) (msg.AwaitReply, error) {
@@ -327,7 +334,7 @@ func TestAUnitsWholeLife(t *testing.T) {
 				assert.Equal(t, []msg.Publish{{
 					Unit: m.Unit, Epoch: 1, Rank: 0, Addr: "127.0.0.1",
 					Port: m.Block.Base + 15,
-				}}, r.published)
+				}}, r.allPublished())
 			}
 
 			r.stop(m, time.Minute)

@@ -152,28 +152,30 @@ func eventually(t *testing.T, what func() bool, text string) {
 // TestPrewarms: each pair is prewarmed, one at a time per decode rank; one that fails is tried again, and the
 // report says why it has not met. Another incarnation begins anew.
 func TestPrewarms(t *testing.T) {
-	b := newFakeBackend(2, 3)
-	hard := warmKey{b.ranks[dispatch.Prefill][1], b.ranks[dispatch.Decode][2]}
-	b.fails[hard] = 1
-	startProxy(t, b)
-	eventually(t, b.is(func() bool { return b.met == 5 && b.all == 6 && b.why != "" }), "five have met")
-	assert.Contains(t, b.why, "prefill 0/1 and decode 0/2: no answer")
-	eventually(t, b.is(func() bool { return b.met == 6 && b.why == "" }), "all have met")
-	b.do(func() {
-		assert.Equal(t, 2, b.tried[hard])
-		assert.Equal(t, 1, b.most)
-		assert.True(t, b.table.HasMet(hard.prefill, hard.decode))
-		b.ranks[dispatch.Decode][0].Incarnation = 2
+	synctest.Test(t, func(t *testing.T) {
+		b := newFakeBackend(2, 3)
+		hard := warmKey{b.ranks[dispatch.Prefill][1], b.ranks[dispatch.Decode][2]}
+		b.fails[hard] = 1
+		startProxy(t, b)
+		eventually(t, b.is(func() bool { return b.met == 5 && b.all == 6 && b.why != "" }), "five have met")
+		b.do(func() { assert.Contains(t, b.why, "prefill 0/1 and decode 0/2: no answer") })
+		eventually(t, b.is(func() bool { return b.met == 6 && b.why == "" }), "all have met")
+		b.do(func() {
+			assert.Equal(t, 2, b.tried[hard])
+			assert.Equal(t, 1, b.most)
+			assert.True(t, b.table.HasMet(hard.prefill, hard.decode))
+			b.ranks[dispatch.Decode][0].Incarnation = 2
+		})
+		eventually(t, b.is(func() bool {
+			return b.table.HasMet(b.ranks[dispatch.Prefill][0], b.ranks[dispatch.Decode][0]) && b.met == 6
+		}), "the new incarnation has met")
+		b.do(func() {
+			old := routing.RankRef{ID: routing.ID(0, 0), Incarnation: 1}
+			assert.False(t, b.table.HasMet(b.ranks[dispatch.Prefill][0], old))
+			b.ranks[dispatch.Prefill] = nil
+		})
+		eventually(t, b.is(func() bool { return b.met == 0 && b.all == 0 }), "no pair is left")
 	})
-	eventually(t, b.is(func() bool {
-		return b.table.HasMet(b.ranks[dispatch.Prefill][0], b.ranks[dispatch.Decode][0]) && b.met == 6
-	}), "the new incarnation has met")
-	b.do(func() {
-		old := routing.RankRef{ID: routing.ID(0, 0), Incarnation: 1}
-		assert.False(t, b.table.HasMet(b.ranks[dispatch.Prefill][0], old))
-		b.ranks[dispatch.Prefill] = nil
-	})
-	eventually(t, b.is(func() bool { return b.met == 0 && b.all == 0 }), "no pair is left")
 }
 
 // TestBadPair: engines that do not fit are not asked.
@@ -191,18 +193,19 @@ func TestBadPair(t *testing.T) {
 
 // TestAlarms: an alarm of a decode rank resets its cache, that of a prefill rank those that it has met.
 func TestAlarms(t *testing.T) {
-	b := newFakeBackend(2, 2)
-	b.noReset = true
-	p := startProxy(t, b)
-	eventually(t, b.is(func() bool { return b.met == 4 }), "all have met")
-	p.Alarm(b.ranks[dispatch.Decode][1])
-	p.Alarm(b.ranks[dispatch.Decode][1]) // at once: it is being reset
-	eventually(t, b.is(func() bool { return len(b.resets) == 1 }), "it is reset")
-	p.PrefillAlarm(b.ranks[dispatch.Prefill][0])
-	eventually(t, b.is(func() bool { return len(b.resets) >= 2 }), "the other one too")
-	b.do(func() {
-		assert.True(t, slices.Contains(b.resets, b.ranks[dispatch.Decode][0]))
-		assert.Equal(t, len(b.resets), b.alarms)
+	synctest.Test(t, func(t *testing.T) {
+		b := newFakeBackend(2, 2)
+		b.noReset = true
+		p := startProxy(t, b)
+		eventually(t, b.is(func() bool { return b.met == 4 }), "all have met")
+		p.Alarm(b.ranks[dispatch.Decode][1])
+		p.Alarm(b.ranks[dispatch.Decode][1]) // at once: it is being reset
+		eventually(t, b.is(func() bool { return len(b.resets) == 1 }), "it is reset")
+		p.PrefillAlarm(b.ranks[dispatch.Prefill][0])
+		eventually(t, b.is(func() bool { return slices.Contains(b.resets, b.ranks[dispatch.Decode][0]) }),
+			"the other one too")
+		synctest.Wait()
+		b.do(func() { assert.Equal(t, len(b.resets), b.alarms) })
 	})
 }
 
@@ -230,13 +233,15 @@ func TestResetsAreRepeated(t *testing.T) {
 
 // TestHold: tokens stay counted until the lease is over.
 func TestHold(t *testing.T) {
-	b := newFakeBackend(1, 1)
-	p := startProxy(t, b)
-	rk := &routing.Rank{ID: b.ranks[dispatch.Prefill][0].ID, Incarnation: 1}
-	b.UpdateTable(func(t *routing.PairTable) { t.Lease(b.ranks[dispatch.Prefill][0], 100) })
-	p.Hold(b.ranks[dispatch.Prefill][0], 100, p.Now().Now+600*time.Millisecond)
-	b.do(func() { assert.EqualValues(t, 100, b.table.Leased(rk)) })
-	eventually(t, b.is(func() bool { return b.table.Leased(rk) == 0 }), "released")
+	synctest.Test(t, func(t *testing.T) {
+		b := newFakeBackend(1, 1)
+		p := startProxy(t, b)
+		rk := &routing.Rank{ID: b.ranks[dispatch.Prefill][0].ID, Incarnation: 1}
+		b.UpdateTable(func(t *routing.PairTable) { t.Lease(b.ranks[dispatch.Prefill][0], 100) })
+		p.Hold(b.ranks[dispatch.Prefill][0], 100, p.Now().Now+600*time.Millisecond)
+		b.do(func() { assert.EqualValues(t, 100, b.table.Leased(rk)) })
+		eventually(t, b.is(func() bool { return b.table.Leased(rk) == 0 }), "released")
+	})
 }
 
 // TestProxyCloses: the actor waits for the last flight.

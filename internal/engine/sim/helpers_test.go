@@ -29,7 +29,7 @@ func TestMain(m *testing.M) {
 }
 
 // client opens a connection per request, so that no idle one outlives its test.
-var client = &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 20 * time.Second}
+var client = &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 60 * time.Second}
 
 func post(t testing.TB, s *Server, path, body string, headers ...string) *http.Response {
 	t.Helper()

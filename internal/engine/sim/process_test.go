@@ -91,7 +91,7 @@ func (p *simProcess) waitReady(t testing.TB) {
 	case <-p.ready:
 	case <-p.ended:
 		t.Fatalf("the engine ended while starting: %s", p.log())
-	case <-time.After(20 * time.Second):
+	case <-time.After(60 * time.Second):
 		t.Fatalf("the engine is not ready: %s", p.log())
 	}
 }
@@ -101,7 +101,7 @@ func (p *simProcess) exitCode(t testing.TB) int {
 	select {
 	case <-p.ended:
 		return p.cmd.ProcessState.ExitCode()
-	case <-time.After(20 * time.Second):
+	case <-time.After(60 * time.Second):
 		t.Fatalf("the engine does not end: %s", p.log())
 		return -2
 	}
@@ -221,7 +221,7 @@ func TestProcessRefusesUntilReady(t *testing.T) {
 	p := launch(t, "--sim-fail", "start-hang")
 	_, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", p.port))
 	require.ErrorIs(t, err, syscall.ECONNREFUSED)
-	require.Eventually(t, func() bool { return strings.Contains(p.log(), "msg=starting") }, 20*time.Second,
+	require.Eventually(t, func() bool { return strings.Contains(p.log(), "msg=starting") }, 60*time.Second,
 		5*time.Millisecond)
 	_, err = net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", p.port))
 	require.ErrorIs(t, err, syscall.ECONNREFUSED)
