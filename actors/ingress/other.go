@@ -57,7 +57,7 @@ func (h surface) serveOther(w http.ResponseWriter, r *http.Request, again func(p
 // routeOf is the route of a clean path; NoRoute if the path is dpserve's own, or the method is none that
 // engines take.
 func (h surface) routeOf(s *routeScope, path, method string) openai.Route {
-	route := openai.RouteOf(path)
+	route := openai.RouteOf(path).ForMethod(method)
 	switch {
 	case route != openai.NoRoute, s == h.in.table.Load().root && own[path] != nil:
 		return route

@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"io"
 	"mime/multipart"
+	"net"
 	"net/http"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -70,6 +72,7 @@ func TestEveryPathIsPassedOn(t *testing.T) {
 				{"GET", "/get_model_info?a=b;c&d=%2e%2e%2F", "", "", ""},
 				{"GET", "/v1/responses/resp_0/input_items?limit=2", "", "", ""},
 				{"POST", "/v1/responses/resp_0/cancel", "", "", ""},
+				{"DELETE", "/v1/responses/resp_0", "", "", ""},
 				{
 					"POST", "//v1//embeddings/", "application/json", `{}`,
 					"POST /v1/embeddings application/json {}",
@@ -290,6 +293,7 @@ func TestResponsesStayOnTheirRank(t *testing.T) {
 				for _, a := range []answer{
 					g.get("/v1/responses/" + id), g.get("/v1/responses/" + id + "/input_items"),
 					g.send("POST", "/v1/responses/"+id+"/cancel", "", ""),
+					g.send("DELETE", "/v1/responses/"+id, "", ""),
 					g.send("POST", "/v1/responses", "",
 						`{"model":"demo","input":"y","previous_response_id":"`+id+`"}`),
 				} {
@@ -310,6 +314,35 @@ func TestResponsesStayOnTheirRank(t *testing.T) {
 	before := len(g.in.responses.order)
 	assert.Equal(t, 200, g.send("POST", "/v1/responses", "", `{"input":"x","store":false}`).status)
 	assert.Len(t, g.in.responses.order, before)
+}
+
+// TestRanksAreAskedForAResponseTogether: the first rank that has it ends the questions to the others, and no
+// rank waits for the answer of another one.
+func TestRanksAreAskedForAResponseTogether(t *testing.T) {
+	var asked atomic.Int32
+	all, home := make(chan struct{}), atomic.Int32{}
+	engine := func(w http.ResponseWriter, r *http.Request) {
+		n := asked.Add(1)
+		if n == 3 {
+			close(all)
+		}
+		<-all
+		if n == 1 {
+			home.Store(int32(r.Context().Value(http.LocalAddrContextKey).(*net.TCPAddr).Port))
+		}
+		if n == 1 || n > 3 {
+			replies(200, `{"id":"resp_x"}`)(w, r)
+			return
+		}
+		<-r.Context().Done()
+	}
+	g := newRig(t, options{engines: []http.HandlerFunc{engine, engine, engine}})
+	a := g.get("/v1/responses/resp_x")
+	assert.Equal(t, 200, a.status, a.body)
+	i, err := strconv.Atoi(a.header.Get("X-Dpserve-Rank"))
+	require.NoError(t, err)
+	assert.Contains(t, g.replicas[i].url, fmt.Sprintf(":%d", home.Load()))
+	assert.EqualValues(t, 4, asked.Load())
 }
 
 // TestResponseHomesAreBounded: the oldest response is forgotten.

@@ -20,8 +20,9 @@ import (
 const (
 	maxResponseHomes = 32 << 10        // responses whose rank is remembered
 	maxResponseAsks  = 16              // requests for which ranks are asked at a time; more are refused
+	maxResponseRanks = 16              // ranks that are asked at a time for one request
 	responseAsk      = 2 * time.Second // for the answer of one rank
-	responseAsks     = 6 * time.Second // for all
+	responseAsks     = 4 * time.Second // for all
 )
 
 // responseHome is the rank that has made a response. The zero value is none.
@@ -89,7 +90,7 @@ func (r relay) noteResponse(data []byte, events bool) {
 // model gets that of the response. Without a rank the request goes by load, and the engine says that it does
 // not know the response.
 func (req *request) locate(s *routeScope) *failure {
-	if req.route < openai.Responses || req.route > openai.ResponseCancel {
+	if req.route < openai.Responses || req.route > openai.ResponseDelete {
 		req.readModelOfQuery()
 		return nil
 	}
@@ -130,7 +131,7 @@ func (ar *appRouter) hasIncarnation(home responseHome) bool {
 	return rk != nil && rk.Incarnation == home.incarnation
 }
 
-// askForResponse asks the ready ranks of the applications that may have made a response, one after another.
+// askForResponse asks the ready ranks of the applications that may have made a response.
 func (req *request) askForResponse(s *routeScope, id string) (responseHome, *failure) {
 	asking := &req.in.responses.asking
 	defer asking.Add(-1)
@@ -138,10 +139,7 @@ func (req *request) askForResponse(s *routeScope, id string) (responseHome, *fai
 		return responseHome{}, newFailure(openai.CodeOverloaded,
 			"too many requests ask for responses whose rank is not known; try again").withRetryAfter(1)
 	}
-	ctx, cancel := context.WithTimeout(req.r.Context(), responseAsks)
-	defer cancel()
-	header := rankleg.EngineHeader(req.r.Header, req.idHeader, req.in.via)
-	delete(header, "Content-Type")
+	var mayHave []rankOfModel
 	for model := range s.models {
 		e := s.find(model, keyOf(req.r))
 		isAsked := e != nil && model == e.app.Model.ID
@@ -152,14 +150,56 @@ func (req *request) askForResponse(s *routeScope, id string) (responseHome, *fai
 			continue
 		}
 		for _, rk := range e.router.allReady() {
-			if ctx.Err() == nil && hasResponse(ctx, rk, id, header) {
-				home := responseHome{e.app.Model.ID, rk.ID, rk.Incarnation}
-				req.in.responses.put([]byte(id), home)
-				return home, nil
+			mayHave = append(mayHave, rankOfModel{e.app.Model.ID, rk})
+		}
+	}
+	home := req.askRanks(mayHave, id)
+	if home.app != "" {
+		req.in.responses.put([]byte(id), home)
+	}
+	return home, nil
+}
+
+// rankOfModel is a rank that may have made a response.
+type rankOfModel struct {
+	model string
+	*rank
+}
+
+// askRanks asks ranks for a response, several at a time, until one has it. The zero value is none.
+func (req *request) askRanks(ranks []rankOfModel, id string) responseHome {
+	ctx, cancel := context.WithTimeout(req.r.Context(), responseAsks)
+	defer cancel()
+	header := rankleg.EngineHeader(req.r.Header, req.idHeader, req.in.via)
+	delete(header, "Content-Type")
+	var next atomic.Int32
+	found := make(chan responseHome, 1)
+	ask := func() {
+		for ctx.Err() == nil {
+			i := int(next.Add(1)) - 1
+			if i >= len(ranks) {
+				return
+			}
+			if rk := ranks[i]; hasResponse(ctx, rk.rank, id, header) {
+				select {
+				case found <- responseHome{rk.model, rk.ID, rk.Incarnation}:
+				default: // another rank has it too
+				}
+				cancel()
 			}
 		}
 	}
-	return responseHome{}, nil
+	var asking sync.WaitGroup
+	for range min(len(ranks), maxResponseRanks) {
+		asking.Go(ask)
+	}
+	asking.Wait()
+	select {
+	case home := <-found:
+		return home
+	default:
+		return responseHome{}
+	}
 }
 
 // hasResponse asks a rank whether its engine has a response.

@@ -112,7 +112,7 @@ func (h surface) allowOrigin(w http.ResponseWriter, r *http.Request) (answered b
 		header["Access-Control-Expose-Headers"] = []string{"*"}
 		return false
 	}
-	header["Access-Control-Allow-Methods"] = []string{"GET, HEAD, OPTIONS, POST"}
+	header["Access-Control-Allow-Methods"] = []string{"GET, HEAD, OPTIONS, POST, DELETE"}
 	header["Access-Control-Max-Age"] = []string{preflightLasts}
 	header["Vary"] = []string{"Access-Control-Request-Headers"}
 	if asked := r.Header["Access-Control-Request-Headers"]; len(asked) > 0 {

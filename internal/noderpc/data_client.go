@@ -97,10 +97,8 @@ func (c *DataClient) Ask(ctx context.Context, q *rankleg.Request) (*http.Respons
 	switch {
 	case q.Reset:
 		path = resetPath
-	case q.Target != "" && q.Route.Method() == http.MethodGet:
-		path = readPath
 	case q.Target != "":
-		path = passPath
+		path = targetPathOf(q.Route)
 	}
 	resp, reply, err := c.roundTrip(ctx, q, path)
 	if reply.Ticket.ID != 0 {

@@ -56,7 +56,7 @@ const (
 	fieldFirstToken = "first-token-ms" // the time left for the engine's header
 	fieldOnce       = "once"           // 1: the request is not sent twice to the engine
 	fieldWriteBy    = "write-by-ms"    // the time in which the request may be written to the engine
-	fieldTarget     = "target"         // path and query at the engine, escaped, of passPath and readPath
+	fieldTarget     = "target"         // path and query at the engine, escaped, of targetPathOf
 	fieldPlain      = "plain"          // 1: the body is no JSON object
 )
 
@@ -66,11 +66,23 @@ const holdPath = "/dpserve/hold"
 // resetPath is the path of a request that drops the prefix cache of a rank's engine, in classNone.
 const resetPath = "/dpserve/reset_cache"
 
-// The paths of a request that goes to the engine's path in fieldTarget, by POST and by GET.
+// The paths of a request that goes to the engine's path in fieldTarget, by POST, by GET and by DELETE.
 const (
-	passPath = "/dpserve/pass"
-	readPath = "/dpserve/read"
+	passPath   = "/dpserve/pass"
+	readPath   = "/dpserve/read"
+	deletePath = "/dpserve/delete"
 )
+
+// targetPathOf is the path of a request of a route that has no path of its own on the data port.
+func targetPathOf(r openai.Route) string {
+	switch r.Method() {
+	case http.MethodGet:
+		return readPath
+	case http.MethodDelete:
+		return deletePath
+	}
+	return passPath
+}
 
 // The classes of a request.
 const (
@@ -112,7 +124,7 @@ type dataHead struct {
 	class      string
 	route      openai.Route // NoRoute in classHold, and with isReset
 	isReset    bool         // the path is resetPath
-	target     string       // of passPath and readPath
+	target     string       // of targetPathOf
 	isPlain    bool
 	admit      msg.Admit // without Ctx, Blocks and Reply; the zero value in classNone and classHeld
 	blocks     int
@@ -336,9 +348,12 @@ func (d *dataHead) readRoute(r *fieldReader, path string) (err error) {
 	case path == resetPath && d.class == classNone:
 		d.isReset = true
 		return nil
-	case path == passPath, path == readPath:
-		if d.route = openai.Other; path == readPath {
+	case path == passPath, path == readPath, path == deletePath:
+		switch d.route = openai.Other; path {
+		case readPath:
 			d.route = openai.OtherRead
+		case deletePath:
+			d.route = openai.ResponseDelete
 		}
 		d.isPlain = r.number(fieldPlain, 1) == 1
 		d.target, err = url.QueryUnescape(r.upTo(fieldTarget, maxDataTarget))

@@ -20,6 +20,7 @@ const (
 	ResponseRead
 	ResponseItems
 	ResponseCancel
+	ResponseDelete
 	Messages
 	CountTokens
 	Generate
@@ -118,6 +119,10 @@ var routes = [NumRoutes]routeInfo{
 		name: "response_cancel", method: http.MethodPost, paths: []string{"/v1/responses/{id}/cancel"},
 		isFree: true, events: unknownEvents,
 	},
+	ResponseDelete: {
+		name: "response_delete", method: http.MethodDelete, paths: []string{"/v1/responses/{id}"},
+		isFree: true, events: unknownEvents,
+	},
 	Messages: {
 		name: "messages", method: http.MethodPost, paths: []string{"/v1/messages"}, shape: Anthropic,
 		prompts: [2]string{"messages"}, opening: "system", isDialog: true,
@@ -172,12 +177,14 @@ var routes = [NumRoutes]routeInfo{
 	OtherRead: {name: "other", method: http.MethodGet, isFree: true, events: unknownEvents},
 }
 
-// byPath are the routes by their paths without {id}.
+// byPath are the routes by their paths. ResponseDelete has the path of ResponseRead.
 var byPath = func() map[string]Route {
 	out := map[string]Route{}
 	for r := Completions; int(r) < NumRoutes; r++ {
 		for _, path := range routes[r].paths {
-			out[path] = r
+			if out[path] == NoRoute {
+				out[path] = r
+			}
 		}
 	}
 	return out
@@ -187,12 +194,20 @@ var byPath = func() map[string]Route {
 const responsePrefix = "/v1/responses/"
 
 // RouteOf returns the route of a clean path (see CleanPath) without the app's route prefix; NoRoute if the
-// table does not have it.
+// table does not have it. See ForMethod.
 func RouteOf(path string) Route {
 	if id := ResponseIDOf(path); id != "" {
 		path = responsePrefix + "{id}" + path[len(responsePrefix)+len(id):]
 	}
 	return byPath[path]
+}
+
+// ForMethod is the route of the same path that takes a method; r itself if there is no other one.
+func (r Route) ForMethod(method string) Route {
+	if r == ResponseRead && method == http.MethodDelete {
+		return ResponseDelete
+	}
+	return r
 }
 
 // ResponseIDOf is the id of a response in a path; "" if the path has none.
@@ -208,7 +223,7 @@ func ResponseIDOf(path string) string {
 // String is the route's short name, as in metrics.
 func (r Route) String() string { return routes[r].name }
 
-// Method is the only HTTP method of the route.
+// Method is the HTTP method of the route.
 func (r Route) Method() string { return routes[r].method }
 
 // Path is the route's usual path on an engine; "" for Other and OtherRead, {id} in place of an id.

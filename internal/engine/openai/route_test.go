@@ -31,6 +31,9 @@ func TestRouteOf(t *testing.T) {
 	} {
 		assert.Equal(t, want, RouteOf(path), path)
 	}
+	assert.Equal(t, ResponseDelete, ResponseRead.ForMethod("DELETE"))
+	assert.Equal(t, ResponseRead, ResponseRead.ForMethod("PUT"))
+	assert.Equal(t, Chat, Chat.ForMethod("DELETE"))
 	assert.Equal(t, "resp_1", ResponseIDOf("/v1/responses/resp_1/cancel"))
 	assert.Empty(t, ResponseIDOf("/v1/responses"))
 	assert.Equal(t, "GET", Models.Method())
@@ -43,15 +46,15 @@ func TestTheTableOfRoutes(t *testing.T) {
 	seen := map[string]bool{}
 	for r := Completions; int(r) < NumRoutes; r++ {
 		row := routes[r]
-		assert.Contains(t, []string{http.MethodGet, http.MethodPost}, row.method, row.name)
+		assert.True(t, row.method == http.MethodGet || row.method == http.MethodPost || r == ResponseDelete)
 		assert.True(t, row.computes || !row.generates, "what generates computes: %s", row.name)
 		assert.True(t, row.method == http.MethodPost || !row.computes, row.name)
 		for _, path := range row.paths {
 			clean, ok := CleanPath(path)
 			assert.True(t, path == clean && ok || slices.Contains(row.paths, path) && r > Responses, path)
 			assert.False(t, IsDenied(path), path)
-			assert.False(t, seen[path], path)
-			seen[path] = true
+			assert.False(t, seen[row.method+path], path)
+			seen[row.method+path] = true
 		}
 		assert.Equal(t, r == Other || r == OtherRead, len(row.paths) == 0, row.name)
 	}
