@@ -111,7 +111,7 @@ func (r *RouterClient) tell(ctx context.Context, path, requestID string) error {
 // Query asks what an application's Router would decide for a request. Exactly one of Prompt, TokenIDs,
 // Request and Replay is given.
 type Query struct {
-	// text: the prompt of a completion, or with Route of a chat its one message
+	// text: the prompt of a completion, or with Route what that route has for a prompt, of a chat its message
 	Prompt   *string         `json:"prompt,omitempty"`
 	TokenIDs []uint32        `json:"token_ids,omitempty"` // the prompt as ids
 	Request  json.RawMessage `json:"request,omitempty"`   // body of an inference request

@@ -105,22 +105,30 @@ func (b *decisionRig) happen(r *rand.Rand) {
 	b.tell(i, rec)
 }
 
-// randomBody is a random request: a text or ids, with a few beginnings that recur.
-func randomBody(r *rand.Rand) []byte {
+// randomBody is a random request and its path: a text or ids, with a few beginnings that recur.
+func randomBody(r *rand.Rand) (path string, text []byte) {
 	ids := make([]uint32, 16*(1+r.IntN(6))+r.IntN(16))
 	for i := range ids {
 		ids[i] = uint32(i/16 + 7*r.IntN(2)*(i/64))
 	}
 	var body map[string]any
-	switch r.IntN(3) {
+	words := strings.Repeat(fmt.Sprint("word ", r.IntN(3)), 1+r.IntN(200))
+	switch r.IntN(5) {
 	case 0:
 		body = map[string]any{"prompt": ids}
 	case 1:
 		body = map[string]any{
-			"prompt": strings.Repeat(fmt.Sprint("word ", r.IntN(3)), 1+r.IntN(200)),
+			"prompt": words,
 			"user":   fmt.Sprint("u", r.IntN(5)),
 		}
+	case 2:
+		path = []string{"/v1/responses", "/v1/embeddings"}[r.IntN(2)]
+		body = map[string]any{"input": words, "instructions": "be brief"}
+	case 3:
+		path = []string{"/generate", "/v1/audio/speech", "/invocations"}[r.IntN(3)]
+		body = map[string]any{"text": words}
 	default:
+		path = []string{"", "/v1/messages"}[r.IntN(2)]
 		body = map[string]any{"messages": []map[string]string{
 			{"role": "user", "content": strings.Repeat("x", r.IntN(3000))},
 		}}
@@ -129,18 +137,18 @@ func randomBody(r *rand.Rand) []byte {
 	if err != nil {
 		panic(err)
 	}
-	return text
+	return path, text
 }
 
-// live decides for a body as request.handle does, with terms.
-func (b *decisionRig) live(body []byte, h http.Header) *request {
+// live decides for a body on a path as request.handle does, with terms.
+func (b *decisionRig) live(path string, body []byte, h http.Header) *request {
 	req := newRequest(b.in)
 	req.app, req.r, req.choice.Explain = &appRoute{appRevision: b.router.revision.Load(), router: b.router},
 		&http.Request{Header: h}, true
-	req.route, _ = routerapi.RouteOf("", body)
+	req.route, _ = routerapi.RouteOf(path, body)
 	req.r = req.r.WithContext(b.t.Context())
 	req.body = &bodyBuffer{b: body}
-	require.NoError(b.t, req.scan.Scan(req.route, body))
+	require.NoError(b.t, req.scanBody(body))
 	require.Nil(b.t, req.prepare())
 	_, _, _ = search{req}.decide()
 	return req
@@ -165,15 +173,16 @@ func TestRT13LivePickEqualsExplain(t *testing.T) {
 					for range 3 {
 						b.happen(r)
 					}
-					body, h, said := randomBody(r), http.Header{}, map[string]string{}
+					path, body := randomBody(r)
+					h, said := http.Header{}, map[string]string{}
 					if policy == "direct" || r.IntN(8) == 0 { // the others mostly decide by themselves
 						said["x-dpserve-rank"] = fmt.Sprintf("0/%d", r.IntN(labRanks))
 						h[headerRank] = []string{said["x-dpserve-rank"]}
 					}
 					x, err := b.in.ExplainRoute(t.Context(), "demo",
-						&client.Query{Request: body, Headers: said})
+						&client.Query{Request: body, Route: path, Headers: said})
 					require.NoError(t, err)
-					req := b.live(body, h)
+					req := b.live(path, body, h)
 					b.same(x, req)
 					if req.choice.Kind == routing.Route {
 						routed++
@@ -184,7 +193,7 @@ func TestRT13LivePickEqualsExplain(t *testing.T) {
 							})
 					}
 				}
-				assert.Greater(t, routed, each/4, "many states let something be picked")
+				assert.Greater(t, routed, each/5, "many states let something be picked")
 			})
 		})
 	}
@@ -344,8 +353,18 @@ func TestExplainRefusesBadInput(t *testing.T) {
 			client.Query{Prompt: &text, Headers: map[string]string{"x-dpserve-rank": "x"}},
 			problem.InvalidArgument, "x-dpserve-rank must be GROUP/RANK",
 		},
-		"route": {
-			client.Query{Prompt: &text, Route: "/v1/nothing"},
+		"control call": {
+			client.Query{Prompt: &text, Route: "/sleep"},
+			problem.InvalidArgument,
+			"takes no requests",
+		},
+		"dots": {
+			client.Query{Prompt: &text, Route: "/v1/../sleep"},
+			problem.InvalidArgument,
+			"takes no requests",
+		},
+		"response": {
+			client.Query{Prompt: &text, Route: "/v1/responses/resp_1/cancel"},
 			problem.InvalidArgument,
 			"takes no requests",
 		},

@@ -149,10 +149,10 @@ func (h surface) refuseUpgrade(w http.ResponseWriter, r *http.Request) {
 	})
 }
 
-// scanBody reads what dpserve needs of the body.
-func (req *request) scanBody() error {
+// scanBody reads what dpserve needs of a body.
+func (req *request) scanBody(body []byte) error {
 	if req.route.IsFree() {
-		return req.scan.ScanFree(req.route, req.r.Header.Get("Content-Type"), req.body.b)
+		return req.scan.ScanFree(req.route, req.r.Header.Get("Content-Type"), body)
 	}
-	return req.scan.Scan(req.route, req.body.b)
+	return req.scan.Scan(req.route, body)
 }

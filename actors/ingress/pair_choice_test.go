@@ -1,14 +1,19 @@
 package ingress
 
 import (
+	"cmp"
 	"context"
 	"net/http"
+	"strconv"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -32,6 +37,35 @@ func TestNotSplit(t *testing.T) {
 	assert.Zero(t, total(g.p))
 	assert.Equal(t, 200, g.post("/tokenize", `{"model":"demo","prompt":"x"}`).status)
 	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="ok",way="local"}`, "3")
+}
+
+// TestRoutesThatAreNotSplit: every route but chats and completions stays on one decode rank, is counted with
+// reason route if the engine computes for it, and explain says the same and counts nothing.
+func TestRoutesThatAreNotSplit(t *testing.T) {
+	g := newPairRig(t, options{prefills: 1, decodes: 1})
+	sound, formType := form(t, "file", "RIFF", "model", "demo")
+	body, counted := `{"model":"demo","input":"x","messages":[],"text":"x"}`, 0
+	for r := openai.Tokenize; int(r) < openai.NumRoutes; r++ {
+		path := strings.ReplaceAll(cmp.Or(r.Path(), "/invocations"), "{id}", "resp_1")
+		switch {
+		case r == openai.Models:
+			continue
+		case r == openai.Transcriptions, r == openai.Translations:
+			assert.Equal(t, 200, g.send("POST", path, formType, sound).status, path)
+		default:
+			x, err := g.in.ExplainRoute(t.Context(), "demo", &client.Query{Request: []byte(body), Route: path})
+			if r.Computes() && assert.NoError(t, err, path) {
+				assert.Equal(t, []string{"local", "0/0"}, []string{x.Pair.Way, x.Pick}, path)
+			}
+			assert.Equal(t, 200, g.send(r.Method(), path, "application/json", body).status, path)
+		}
+		if r.Computes() {
+			counted++
+			g.requireMetric(`dpserve_pd_not_split_total{app="demo",reason="route"}`, strconv.Itoa(counted))
+		}
+	}
+	assert.Greater(t, counted, 10)
+	assert.Zero(t, total(g.p), "no prefill rank was asked")
 }
 
 // RP42: a pair takes requests only after it has met, and again after a restart of either rank.

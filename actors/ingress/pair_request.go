@@ -76,7 +76,9 @@ func prepareSplit(req *request) *failure {
 	case p == nil || !req.route.Computes():
 		return nil
 	case req.scan.IsPlain:
-		p.metrics.NotSplit(transfer.OnRoute.String())
+		if req.why == nil {
+			p.metrics.NotSplit(transfer.OnRoute.String())
+		}
 		return nil
 	}
 	if s := req.split; s != nil { // the rest of an answer: it keeps its way

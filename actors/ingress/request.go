@@ -164,7 +164,7 @@ func (req *request) handle(s *routeScope) *failure {
 		return f
 	}
 	if req.rest == nil {
-		if err := req.scanBody(); err != nil {
+		if err := req.scanBody(req.body.b); err != nil {
 			return badBody(err)
 		}
 	}
@@ -242,9 +242,7 @@ func (req *request) prepare() *failure {
 		req.r.Header); f != nil {
 		return f
 	}
-	if req.home.app != "" && !req.prompt.hasDirect {
-		req.prompt.direct, req.prompt.hasDirect = req.home.rank, true
-	}
+	req.goHome()
 	req.waiter.tokens = int64(req.prompt.tokens)
 	req.header = rankleg.EngineHeader(req.r.Header, req.idHeader, req.in.via)
 	if f := prepareSplit(req); f != nil {

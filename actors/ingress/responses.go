@@ -115,6 +115,13 @@ func (req *request) locate(s *routeScope) *failure {
 	return nil
 }
 
+// goHome names the rank of the response that the request is about.
+func (req *request) goHome() {
+	if req.home.app != "" && !req.prompt.hasDirect {
+		req.prompt.direct, req.prompt.hasDirect = req.home.rank, true
+	}
+}
+
 // readModelOfQuery reads the model of a request without a body.
 func (req *request) readModelOfQuery() {
 	if req.route != openai.OtherRead || req.r.URL.RawQuery == "" {

@@ -91,17 +91,21 @@ func (q *inquiry) readQueryBody(c *client.Query) error {
 	if q.route, err = routerapi.RouteOf(path, body); err != nil {
 		return err
 	}
-	if err := q.scan.Scan(q.route, body); err != nil {
+	for name, value := range c.Headers {
+		q.r.Header[textproto.CanonicalMIMEHeaderKey(name)] = []string{value}
+	}
+	if err := q.scanBody(body); err != nil {
 		return problemOf(badBody(err))
 	}
 	if err := checkModel(ar, string(q.scan.Model)); q.scan.HasModel && err != nil {
 		return err
 	}
-	for name, value := range c.Headers {
-		q.r.Header[textproto.CanonicalMIMEHeaderKey(name)] = []string{value}
-	}
 	f := q.prompt.fromBody(q.r.Context(), ar, q.route, &q.scan, body, q.r.Header)
 	if f == nil {
+		if home := q.in.responses.get(string(q.scan.Previous)); ar.hasIncarnation(home) {
+			q.home = home
+		}
+		q.goHome()
 		q.body = &bodyBuffer{b: body}
 		f = prepareSplit(q.request)
 	}
@@ -110,6 +114,8 @@ func (q *inquiry) readQueryBody(c *client.Query) error {
 	}
 	switch s := q.split; {
 	case q.app.pair == nil:
+	case s == nil && q.scan.IsPlain:
+		q.goToOne(transfer.OnRoute.String())
 	case s == nil:
 		q.goToOne("it computes no tokens")
 	case s.body.Reason != transfer.CanSplit:

@@ -191,6 +191,16 @@ func IsRefused(err error) bool {
 func (c *Client) ask(ctx context.Context, method, path string, body io.Reader,
 	limit int64,
 ) (status int, answer []byte, err error) {
+	return c.askAs(ctx, method, path, jsonType, body, limit)
+}
+
+// jsonType is the content type of nearly all bodies for engines.
+const jsonType = "application/json"
+
+// askAs is ask with a body of any type.
+func (c *Client) askAs(ctx context.Context, method, path, contentType string, body io.Reader, limit int64) (
+	status int, answer []byte, err error,
+) {
 	if c.access != nil {
 		ctx = context.WithValue(ctx, trustKey{}, c.access.TLS())
 	}
@@ -198,7 +208,7 @@ func (c *Client) ask(ctx context.Context, method, path string, body io.Reader,
 	if err != nil {
 		return 0, nil, err
 	}
-	c.setHeaders(req)
+	c.setHeaders(req, contentType)
 	resp, err := c.http.Do(req)
 	if err != nil {
 		var inner *url.Error
@@ -212,9 +222,9 @@ func (c *Client) ask(ctx context.Context, method, path string, body io.Reader,
 	return resp.StatusCode, answer, err
 }
 
-func (c *Client) setHeaders(req *http.Request) {
+func (c *Client) setHeaders(req *http.Request, contentType string) {
 	if req.Body != nil {
-		req.Header.Set("Content-Type", "application/json")
+		req.Header.Set("Content-Type", contentType)
 		// allows the transport to resend on a connection that the engine closed while idle
 		req.Header["Idempotency-Key"] = nil
 	}

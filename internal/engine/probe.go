@@ -4,11 +4,14 @@ import (
 	"bytes"
 	"cmp"
 	"context"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
+	"mime/multipart"
 	"net/http"
+	"strconv"
 	"strings"
 
 	"github.com/dpserve/dpserve/internal/app"
@@ -23,7 +26,8 @@ const errorTextLimit = 300
 // Probe asks model for as little as it can compute: one token, non-stream, at temperature 0. nil means that
 // the rank computes: the engine sent a completion, or it refused because its own queue is full (503 Service
 // Unavailable), which a dead engine cannot do. An engine without /v1/completions is asked for a chat
-// completion, and one that does not generate for what it does: embeddings, ranking, classes, speech.
+// completion, and one that does not generate for what it does: embeddings, ranking, classes, speech, the text
+// of a sound.
 // SGLang's prefill and decode engines take no request without a room; they are asked for one that moves
 // nothing.
 func (c *Client) Probe(ctx context.Context, model string) error {
@@ -36,7 +40,51 @@ func (c *Client) Probe(ctx context.Context, model string) error {
 			return nil
 		}
 	}
+	if c.soundCanary(ctx, model) == nil {
+		return nil
+	}
 	return err
+}
+
+// soundCanary asks an engine for the text of a tenth of a second of silence, which is sent as a form.
+func (c *Client) soundCanary(ctx context.Context, model string) error {
+	var form bytes.Buffer
+	w := multipart.NewWriter(&form)
+	file, err := w.CreateFormFile("file", "silence.wav")
+	if err == nil {
+		_, err = file.Write(silence())
+	}
+	for _, field := range [][2]string{{"model", model}, {"response_format", "json"}, {"temperature", "0"}} {
+		err = errors.Join(err, w.WriteField(field[0], field[1]))
+	}
+	if c.addr.Mode == app.AddressBody {
+		err = errors.Join(err, w.WriteField("routed_dp_rank", strconv.Itoa(c.addr.Selector)))
+	}
+	if err = errors.Join(err, w.Close()); err != nil {
+		return err
+	}
+	_, err = c.postAs(ctx, "/v1/audio/transcriptions", w.FormDataContentType(), form.Bytes())
+	return err
+}
+
+// silence is a WAV file of a tenth of a second: one channel of 16 bits, 16,000 samples a second.
+func silence() []byte {
+	const rate, sampleBytes, samples = 16_000, 2, 1_600
+	const head, format, size = 36, 16, samples * sampleBytes
+	b := append(make([]byte, 0, head+8+size), "RIFF"...)
+	b = append(binary.LittleEndian.AppendUint32(b, head+size), "WAVEfmt "...)
+	b = binary.LittleEndian.AppendUint32(b, format)
+	for _, v := range []uint16{1, 1} { // PCM, one channel
+		b = binary.LittleEndian.AppendUint16(b, v)
+	}
+	for _, v := range []uint32{rate, rate * sampleBytes} {
+		b = binary.LittleEndian.AppendUint32(b, v)
+	}
+	for _, v := range []uint16{sampleBytes, 8 * sampleBytes} {
+		b = binary.LittleEndian.AppendUint16(b, v)
+	}
+	b = binary.LittleEndian.AppendUint32(append(b, "data"...), size)
+	return append(b, make([]byte, size)...)
 }
 
 // otherTasks are what an engine that does not generate may compute. The order is that of how much a route
@@ -116,7 +164,12 @@ func (c *Client) post(ctx context.Context, path string, body map[string]any) ([]
 	if err != nil {
 		return nil, err
 	}
-	status, answer, err := c.ask(ctx, http.MethodPost, path, bytes.NewReader(b), maxAnswer)
+	return c.postAs(ctx, path, jsonType, b)
+}
+
+// postAs is post of a body of any type.
+func (c *Client) postAs(ctx context.Context, path, contentType string, body []byte) ([]byte, error) {
+	status, answer, err := c.askAs(ctx, http.MethodPost, path, contentType, bytes.NewReader(body), maxAnswer)
 	switch {
 	case err != nil:
 		return nil, err

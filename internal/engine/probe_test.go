@@ -1,8 +1,10 @@
 package engine_test
 
 import (
+	"encoding/binary"
 	"io"
 	"net/http"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -25,6 +27,7 @@ func TestProbeOfAnEngineThatDoesNotGenerate(t *testing.T) {
 		"classes":    {"/classify", noRoute, 404, ""},
 		"pooling":    {"/pooling", noRoute, 404, ""},
 		"speech":     {"/v1/audio/speech", noRoute, 404, ""},
+		"sounds":     {"/v1/audio/transcriptions", noRoute, 404, ""},
 		"a model that cannot": {
 			"/v1/embeddings", `{"object":"error","message":"not a generation model"}`, 400, "",
 		},
@@ -36,6 +39,16 @@ func TestProbeOfAnEngineThatDoesNotGenerate(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			client := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, r *http.Request) {
+				if r.URL.Path == c.serves && strings.HasPrefix(r.Header.Get("Content-Type"), "multipart/") {
+					file, _, err := r.FormFile("file")
+					if assert.NoError(t, err) {
+						wav, _ := io.ReadAll(file)
+						assert.Equal(t, "RIFF", string(wav[:4]))
+						assert.EqualValues(t, len(wav)-8, binary.LittleEndian.Uint32(wav[4:]))
+					}
+					assert.Equal(t, "m", r.FormValue("model"))
+					return
+				}
 				if r.URL.Path == c.serves {
 					body, _ := io.ReadAll(r.Body)
 					assert.Contains(t, string(body), `"model":"m"`)

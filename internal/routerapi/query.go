@@ -69,15 +69,13 @@ func QueryBody(rq *client.Query, model string) (body []byte, path string, err er
 	if len(rq.Request) > 0 && rq.Prompt == nil {
 		return rq.Request, rq.Route, nil
 	}
-	model, path = cmp.Or(rq.Model, model), openai.Completions.Path()
-	fields := map[string]any{"model": model, "prompt": rq.TokenIDs}
-	if rq.Prompt != nil {
-		fields["prompt"], path = *rq.Prompt, cmp.Or(rq.Route, path)
-		if path == openai.Chat.Path() {
-			fields = map[string]any{"model": model, "messages": []map[string]string{
-				{"role": "user", "content": *rq.Prompt},
-			}}
-		}
+	path = openai.Completions.Path()
+	fields := map[string]any{"model": cmp.Or(rq.Model, model)}
+	if rq.Prompt == nil {
+		fields["prompt"] = rq.TokenIDs
+	} else {
+		path = cmp.Or(rq.Route, path)
+		addPrompt(fields, path, *rq.Prompt)
 	}
 	if body, err = json.Marshal(fields); err != nil {
 		return nil, "", fmt.Errorf("make a request of the prompt: %w", err)
@@ -85,7 +83,19 @@ func QueryBody(rq *client.Query, model string) (body []byte, path string, err er
 	return body, path, nil
 }
 
-// RouteOf is the route of a path; without a path the body distinguishes a chat from a completion.
+// addPrompt adds a prompt to a body where the route of a path has it.
+func addPrompt(fields map[string]any, path, prompt string) {
+	clean, _ := openai.CleanPath(path) // a wrong one is no route
+	switch name, isMessages := openai.RouteOf(clean).PromptField(); {
+	case isMessages:
+		fields[name] = []map[string]string{{"role": "user", "content": prompt}}
+	case name != "":
+		fields[name] = prompt
+	}
+}
+
+// RouteOf is the route of a path; without a path the body distinguishes a chat from a completion. Every path
+// by which a client posts a request to a rank is allowed, but those about a response: it stays where it is.
 func RouteOf(path string, body []byte) (openai.Route, error) {
 	if path == "" {
 		var fields map[string]json.RawMessage // a struct would also accept "Messages", which engines do not
@@ -94,11 +104,16 @@ func RouteOf(path string, body []byte) (openai.Route, error) {
 		}
 		return openai.Completions, nil
 	}
-	route := openai.RouteOf(path)
-	if route == openai.NoRoute || route > openai.Models || route.Method() != http.MethodPost {
-		return route, problem.New(problem.InvalidArgument, "route %q takes no requests that are routed",
-			path[:min(len(path), maxShown)]).
-			WithHint("routes are %s and %s", openai.Chat.Path(), openai.Completions.Path())
+	clean, ok := openai.CleanPath(path)
+	route := openai.RouteOf(clean)
+	switch {
+	case !ok, openai.IsDenied(clean), openai.ResponseIDOf(clean) != "",
+		route != openai.NoRoute && route.Method() != http.MethodPost:
+		return openai.NoRoute, problem.New(problem.InvalidArgument,
+			"route %q takes no requests that are routed", path[:min(len(path), maxShown)]).
+			WithHint("name a path that clients post to, such as %s", openai.Chat.Path())
+	case route == openai.NoRoute:
+		return openai.Other, nil
 	}
 	return route, nil
 }

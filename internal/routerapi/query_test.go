@@ -6,6 +6,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -20,6 +21,31 @@ func TestABodyTellsItsRouteByExactNames(t *testing.T) {
 		route, err := RouteOf("", []byte(body))
 		require.NoError(t, err)
 		assert.Equal(t, want, route, body)
+	}
+}
+
+// TestAPromptOfEveryRoute: a prompt is asked about as the body that the route takes, and every path that
+// clients post to has a route.
+func TestAPromptOfEveryRoute(t *testing.T) {
+	text := "hi"
+	for path, want := range map[string]struct {
+		route openai.Route
+		body  string
+	}{
+		"":                     {openai.Completions, `{"model":"m","prompt":"hi"}`},
+		"/v1/chat/completions": {openai.Chat, `{"model":"m","messages":[{"role":"user","content":"hi"}]}`},
+		"/v1/messages":         {openai.Messages, `{"model":"m","messages":[{"role":"user","content":"hi"}]}`},
+		"/v1/responses":        {openai.Responses, `{"model":"m","input":"hi"}`},
+		"/generate":            {openai.Generate, `{"model":"m","text":"hi"}`},
+		"/v1/embeddings/":      {openai.Embeddings, `{"model":"m","input":"hi"}`},
+		"/invocations":         {openai.Other, `{"model":"m"}`},
+	} {
+		body, at, err := QueryBody(&client.Query{Prompt: &text, Route: path}, "m")
+		require.NoError(t, err)
+		assert.JSONEq(t, want.body, string(body), path)
+		route, err := RouteOf(at, body)
+		require.NoError(t, err)
+		assert.Equal(t, want.route, route, path)
 	}
 }
 
