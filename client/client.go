@@ -9,6 +9,7 @@ package client
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -17,6 +18,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"strings"
 	"time"
 )
 
@@ -202,7 +204,7 @@ func (c *Client) do(ctx context.Context, r request) (*http.Response, error) {
 	}
 	var e errorReply
 	if err := json.Unmarshal(data, &e); err != nil || e.Error.Code == "" {
-		return nil, c.notDpserveError(res)
+		return nil, c.notDpserveError(res, data)
 	}
 	e.Error.Status = res.StatusCode
 	return nil, &e.Error
@@ -217,7 +219,7 @@ func (c *Client) checkVersion(res *http.Response, data []byte) error {
 		APIVersion string `json:"apiVersion"`
 	}
 	if err := json.Unmarshal(data, &head); err != nil || head.APIVersion == "" {
-		return c.notDpserveError(res)
+		return c.notDpserveError(res, data)
 	}
 	if head.APIVersion != APIVersion {
 		return newError(CodeUpstream, versionHint, "%s speaks %s, this command %s", c.base, head.APIVersion,
@@ -226,8 +228,13 @@ func (c *Client) checkVersion(res *http.Response, data []byte) error {
 	return nil
 }
 
-// notDpserveError is the error for a server that is not dpserve's admin API.
-func (c *Client) notDpserveError(res *http.Response) error {
+// notDpserveError is the error for a server that is not dpserve's admin API, or that wants TLS.
+func (c *Client) notDpserveError(res *http.Response, data []byte) error {
+	if res.StatusCode == http.StatusBadRequest && strings.HasPrefix(c.base, "http://") &&
+		bytes.Contains(data, []byte("HTTPS server")) { // the words of net/http
+		return newError(CodeUpstream, "name it with its scheme: --addr or DPSERVE_ADDR "+
+			"https"+strings.TrimPrefix(c.base, "http"), "%s wants TLS", c.base)
+	}
 	return newError(CodeUpstream,
 		"check the address: the admin port is 8265 by default, 8000 is for OpenAI clients",
 		"%s is not a dpserve admin api (status %d)", c.base, res.StatusCode)
@@ -252,6 +259,14 @@ func (c *Client) transportError(ctx context.Context, err error) error {
 			c.base, err)
 	case ctx.Err() != nil:
 		return newError(CodeUnavailable, "", "request to %s ended: %w", c.base, ctx.Err())
+	}
+	if errors.Is(err, http.ErrSchemeMismatch) {
+		return newError(CodeUpstream, "name it with its scheme: --addr or DPSERVE_ADDR "+
+			"http"+strings.TrimPrefix(c.base, "https"), "%s speaks HTTP without TLS", c.base)
+	}
+	if wrong, ok := errors.AsType[*tls.CertificateVerificationError](err); ok {
+		return newError(CodeUpstream, "use a name that the certificate has, and let SSL_CERT_FILE name the "+
+			"file of the authority that signed it", "the certificate of %s is not trusted: %w", c.base, wrong.Err)
 	}
 	return newError(CodeUnavailable,
 		"is dpserve running? start it with `dpserve start`, or name another node with --addr or DPSERVE_ADDR",

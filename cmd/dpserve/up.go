@@ -237,7 +237,10 @@ func reportReplacedPorts(s *serving, c server.Config, scr *screen) {
 			scr.printMessage("%s is taken, the %s listens on %s", p.wanted, p.what, p.got)
 		}
 	}
-	if s.AdminAddr() != c.AdminBind {
+	switch {
+	case c.TLSCert != "":
+		scr.printMessage("in other terminals: export DPSERVE_ADDR=https://%s", s.AdminAddr())
+	case s.AdminAddr() != c.AdminBind:
 		scr.printMessage("in other terminals: export DPSERVE_ADDR=%s", s.AdminAddr())
 	}
 }
