@@ -171,7 +171,7 @@ func compareRouting(b *testing.B, body func(n int) string) {
 	rounds := 0
 	for b.Loop() {
 		for i, t := range targets {
-			total[i] += load(b, t, body(rounds), per, 4)
+			total[i] += load(b, t+chatPath, body(rounds), per, 4)
 		}
 		rounds++
 	}

@@ -36,8 +36,8 @@ func BenchmarkRemote(b *testing.B) {
 			for range 40 {
 				first[way] = append(first[way], firstByte(b, client, at[2]))
 			}
-			perChunk[way] += load(b, at[0], streamBody, 32, 32)
-			perRequest[way] += load(b, at[1], chatBody, 500, 8)
+			perChunk[way] += load(b, at[0]+chatPath, streamBody, 32, 32)
+			perRequest[way] += load(b, at[1]+chatPath, chatBody, 500, 8)
 		}
 	}
 	b.StopTimer()

@@ -231,6 +231,8 @@ func benchIngress(b *testing.B, engine string, far bool) string {
 	}).url
 }
 
+const chatPath = "/v1/chat/completions"
+
 // load sends n requests over c connections and gives the CPU of the whole process per request: engine, client
 // and proxy.
 func load(b *testing.B, target, body string, n, c int) time.Duration {
@@ -261,8 +263,8 @@ func load(b *testing.B, target, body string, n, c int) time.Duration {
 }
 
 func once(client *http.Client, target, body string) error {
-	req, err := http.NewRequestWithContext(context.Background(), http.MethodPost,
-		target+"/v1/chat/completions", strings.NewReader(body))
+	req, err := http.NewRequestWithContext(context.Background(), http.MethodPost, target,
+		strings.NewReader(body))
 	if err != nil {
 		return err
 	}
@@ -291,6 +293,32 @@ func BenchmarkLargeRequest(b *testing.B) {
 		"a prompt. ", 40<<10)+`"}]}`, 0, 0, 4, 1)
 }
 
+// BenchmarkUnknownRoute compares the ingress's own CPU per request of an unknown route with that of a small
+// chat, in one run (goal: a ratio of 1 at most).
+func BenchmarkUnknownRoute(b *testing.B) {
+	engine := benchEngine(b, 0, 0)
+	ingress := benchIngress(b, engine, false)
+	targets := []string{engine + chatPath, ingress + chatPath, engine + "/invocations", ingress + "/invocations"}
+	var total [4]time.Duration
+	const rounds, conc = 4, 8
+	n := max(b.N/rounds, conc)
+	for _, t := range targets {
+		load(b, t, chatBody, n, conc) // warm
+	}
+	b.ResetTimer()
+	for range rounds {
+		for i, t := range targets {
+			total[i] += load(b, t, chatBody, n, conc)
+		}
+	}
+	us := func(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1000 / rounds }
+	chat, other := us(total[1]-total[0]), us(total[3]-total[2])
+	b.ReportMetric(chat, "us-chat")
+	b.ReportMetric(other, "us-unknown")
+	b.ReportMetric(other/chat, "ratio")
+	b.ReportMetric(0, "ns/op") // says nothing here
+}
+
 // BenchmarkPacedChunk is CPU per chunk: 64 streams, one chunk per 10 ms each.
 func BenchmarkPacedChunk(b *testing.B) { compare(b, streamBody, 200, 10*time.Millisecond, 64, 200) }
 
@@ -300,13 +328,13 @@ func compare(b *testing.B, body string, paced int, pace time.Duration, conc, per
 	var total [3]time.Duration
 	n := max(b.N, conc) / 2
 	for _, t := range targets {
-		load(b, t, body, min(n, conc), conc) // warm
+		load(b, t+chatPath, body, min(n, conc), conc) // warm
 	}
 	rounds := 0
 	b.ResetTimer()
 	for range 2 {
 		for i, t := range targets {
-			total[i] += load(b, t, body, max(n, conc), conc)
+			total[i] += load(b, t+chatPath, body, max(n, conc), conc)
 		}
 		rounds++
 	}

@@ -1,6 +1,7 @@
 package ingress
 
 import (
+	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
@@ -13,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/apikeys"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 )
 
 const (
@@ -59,10 +61,13 @@ func TestRequestsNeedAKey(t *testing.T) {
 		asked.Add(1)
 		replies(200, wholeAnswer)(w, r)
 	}}, keys: keys(t)})
-	for _, path := range []string{
-		"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/demo", "/tokenize", "/version",
-		"/-/routes", "/v1/embeddings", "/nope", "/", "/health/../v1/models", "//health",
-	} {
+	paths := []string{
+		"/v1/models/demo", "/version", "/-/routes", "/nope", "/", "/health/../v1/models", "//health", "/sleep",
+	}
+	for r := openai.Completions; r < openai.Other; r++ {
+		paths = append(paths, r.Paths()...)
+	}
+	for _, path := range paths {
 		for _, c := range []struct{ name, value, text string }{
 			{"Accept", "*/*", "wants an API key"},
 			{"Authorization", "Bearer sk-eve-0001", "not valid"},
@@ -75,7 +80,14 @@ func TestRequestsNeedAKey(t *testing.T) {
 				w := serveDirectly(g.in.handler, r)
 				assert.Equal(t, 401, w.Code, path)
 				assert.Contains(t, w.Body.String(), c.text, path)
-				assert.Contains(t, w.Body.String(), `"type":"authentication_error"`)
+				begins := `{"error":{"message":"`
+				if shape := openai.RouteOf(path).Shape(); shape == openai.Anthropic {
+					begins = `{"type":"error","error":{"type":"authentication_error","message":"`
+				} else {
+					isTyped := strings.Contains(w.Body.String(), `"type":"authentication_error"`)
+					assert.Equal(t, shape == openai.OpenAI, isTyped, path)
+				}
+				assert.True(t, strings.HasPrefix(w.Body.String(), begins), path)
 				assert.Contains(t, w.Body.String(), `"code":"invalid_api_key"`)
 				assert.Equal(t, "Bearer", w.Header().Get("Www-Authenticate"))
 			}
@@ -85,12 +97,41 @@ func TestRequestsNeedAKey(t *testing.T) {
 		assert.Equal(t, 200, g.get(path).status, path)
 	}
 	assert.Zero(t, asked.Load())
+	assert.Contains(t, metricsPage(g), `dpserve_requests_total{app="",code="401",route="messages"} 6`)
 	assert.NotContains(t, g.logs.String(), "sk-", "no key in the log")
 	preflight, err := http.NewRequestWithContext(t.Context(), http.MethodOptions, g.url+"/v1/models", nil)
 	require.NoError(t, err)
 	preflight.Header.Set("Origin", "http://a.example")
 	preflight.Header.Set("Access-Control-Request-Method", "POST")
 	assert.Equal(t, 200, g.do(preflight).status, "browsers send no key with it")
+}
+
+// BenchmarkKey is what a key costs a request beside its look-up among 4,096 keys (goal: 1 µs), and what a
+// refusal costs in all (goal: 1 ms).
+func BenchmarkKey(b *testing.B) {
+	var file strings.Builder
+	for i := range 4096 {
+		fmt.Fprintf(&file, "n%d sk-%08d\n", i%256, i)
+	}
+	set, err := apikeys.Parse([]byte(file.String()))
+	require.NoError(b, err)
+	g := newRig(b, options{noApp: true, keys: func() *apikeys.Set { return set }})
+	r := httptest.NewRequestWithContext(b.Context(), http.MethodPost, "/v1/chat/completions", http.NoBody)
+	for name, c := range map[string]struct {
+		key string
+		ask func()
+	}{
+		"admitted": {"sk-00004095", func() { _, _ = surface{g.in}.authenticate(r) }},
+		"refused":  {"sk-no", func() { serveDirectly(g.in.handler, r) }},
+	} {
+		b.Run(name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				r.Header = http.Header{"X-Api-Key": {c.key}}
+				c.ask()
+			}
+		})
+	}
 }
 
 // SP2: the engine never sees the key; the log and the metrics have its name.

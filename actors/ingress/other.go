@@ -98,6 +98,9 @@ func takes(route openai.Route, method string) bool {
 func (h surface) refuseMethod(w http.ResponseWriter, r *http.Request, route openai.Route, path string) {
 	takes := "GET and POST"
 	switch {
+	case route == openai.ResponseRead:
+		takes = "GET and DELETE"
+		w.Header()["Allow"] = []string{"GET, HEAD, DELETE"}
 	case route != openai.NoRoute:
 		takes = route.Method()
 		w.Header()["Allow"] = []string{takes}

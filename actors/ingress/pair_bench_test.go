@@ -64,12 +64,12 @@ func BenchmarkSplitRequest(b *testing.B) {
 	var total [3]time.Duration
 	n := max(b.N, conc) / 2
 	for _, t := range targets {
-		load(b, t, chatBody, conc, conc) // warm
+		load(b, t+chatPath, chatBody, conc, conc) // warm
 	}
 	b.ResetTimer()
 	for range 2 {
 		for i, t := range targets {
-			total[i] += load(b, t, chatBody, max(n, conc), conc)
+			total[i] += load(b, t+chatPath, chatBody, max(n, conc), conc)
 		}
 	}
 	us := func(d time.Duration) float64 { return float64(d.Nanoseconds()) / 2000 }

@@ -432,11 +432,15 @@ const maxNameShown = 100
 
 func unknownModel(model []byte, s *routeScope, key *apikeys.Key) *failure {
 	shown := string(bytes.ToValidUTF8(model[:min(len(model), maxNameShown)], []byte("?")))
-	f := newFailure(openai.CodeModelNotFound, "the model `"+shown+"` does not exist; there are: "+joinNames(
-		s.namesFor(key)))
-	if len(s.apps) == 0 {
+	names := s.namesFor(key)
+	f := newFailure(openai.CodeModelNotFound, "the model `"+shown+"` does not exist; there are: "+
+		joinNames(names))
+	switch {
+	case len(s.apps) == 0:
 		f.message = "the model `" + shown +
 			"` does not exist: no application is deployed here; deploy one with `dpserve deploy FILE`"
+	case len(names) == 0:
+		f.message = "the model `" + shown + "` does not exist; none is deployed here that this key may use"
 	}
 	f.param = "model"
 	return f

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"crypto/tls"
+	"crypto/x509"
 	_ "embed" // the application of `up` without a file
 	"errors"
 	"fmt"
@@ -314,6 +315,24 @@ func printWelcome(ctx context.Context, e *env, f *upFlags, s *serving, cluster a
 	return newStatusView(e, *f.output == formatWide).ranks(rankRows(apps)).write(e.io.Out, e.io.paint)
 }
 
+// curlTrust returns the option by which curl trusts the node's certificate if this machine does not.
+func curlTrust(c *server.Config) string {
+	pair, err := tls.LoadX509KeyPair(c.TLSCert, c.TLSKey)
+	if c.TLSCert == "" || err != nil {
+		return ""
+	}
+	intermediates := x509.NewCertPool()
+	for _, der := range pair.Certificate[1:] {
+		if other, err := x509.ParseCertificate(der); err == nil {
+			intermediates.AddCert(other)
+		}
+	}
+	if _, err := pair.Leaf.Verify(x509.VerifyOptions{Intermediates: intermediates}); err == nil {
+		return ""
+	}
+	return "--cacert '" + strings.ReplaceAll(c.TLSCert, `'`, `'\''`) + "' "
+}
+
 // formatCurlLine returns a curl command for one streamed chat request, quoted for a POSIX shell. A terminal
 // that is too narrow for one line gets three. The key of an endpoint that wants one is a variable of the
 // shell, because no key is printed.
@@ -324,8 +343,8 @@ func formatCurlLine(c *server.Config, addr, model string, columns int) string {
 	if c.APIKeysFile != "" {
 		key = `-H "Authorization: Bearer $KEY" `
 	}
-	lines := fmt.Sprintf("curl -N %s://%s/v1/chat/completions %s-H 'content-type: application/json' "+
-		"-d '%s'", schemeOf(c), addr, key, strings.ReplaceAll(body, `'`, `'\''`))
+	lines := fmt.Sprintf("curl -N %s%s://%s/v1/chat/completions %s-H 'content-type: application/json' "+
+		"-d '%s'", curlTrust(c), schemeOf(c), addr, key, strings.ReplaceAll(body, `'`, `'\''`))
 	line := strings.NewReplacer("{\n  ", "{", "\n  ", " ").Replace(lines)
 	if textWidth(line) > columns {
 		return lines

@@ -2,8 +2,11 @@ package main
 
 import (
 	"context"
+	"crypto/x509"
 	"encoding/json"
+	"encoding/pem"
 	"errors"
+	"net/http/httptest"
 	"os"
 	"strings"
 	"testing"
@@ -211,6 +214,17 @@ func TestCurlLineQuotes(t *testing.T) {
 	assert.Contains(t, formatCurlLine(&server.Config{}, "h:1", `it's "x"`, 1000), `"model": "it'\''s \"x\""`)
 	assert.Contains(t, formatCurlLine(&server.Config{APIKeysFile: "f"}, "h:1", "m", 1000),
 		`curl -N http://h:1/v1/chat/completions -H "Authorization: Bearer $KEY" -H 'content-type`)
+	s := httptest.NewUnstartedServer(nil)
+	s.StartTLS()
+	defer s.Close()
+	key, err := x509.MarshalPKCS8PrivateKey(s.TLS.Certificates[0].PrivateKey)
+	require.NoError(t, err)
+	var pair strings.Builder
+	require.NoError(t, pem.Encode(&pair, &pem.Block{Type: "CERTIFICATE", Bytes: s.Certificate().Raw}))
+	require.NoError(t, pem.Encode(&pair, &pem.Block{Type: "PRIVATE KEY", Bytes: key}))
+	path := file(t, pair.String())
+	assert.Contains(t, formatCurlLine(&server.Config{TLSCert: path, TLSKey: path}, "h:1", "m", 1000),
+		"curl -N --cacert '"+path+"' https://h:1/v1/chat/completions -H 'content-type", "it signed itself")
 }
 
 func TestRate(t *testing.T) {
