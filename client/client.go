@@ -266,7 +266,8 @@ func (c *Client) transportError(ctx context.Context, err error) error {
 	}
 	if wrong, ok := errors.AsType[*tls.CertificateVerificationError](err); ok {
 		return newError(CodeUpstream, "use a name that the certificate has, and let SSL_CERT_FILE name the "+
-			"file of the authority that signed it", "the certificate of %s is not trusted: %w", c.base, wrong.Err)
+			"file of the authority that signed it", "the certificate of %s is not trusted: %w", c.base,
+			wrong.Err)
 	}
 	return newError(CodeUnavailable,
 		"is dpserve running? start it with `dpserve start`, or name another node with --addr or DPSERVE_ADDR",

@@ -298,7 +298,9 @@ func BenchmarkLargeRequest(b *testing.B) {
 func BenchmarkUnknownRoute(b *testing.B) {
 	engine := benchEngine(b, 0, 0)
 	ingress := benchIngress(b, engine, false)
-	targets := []string{engine + "/invocations", ingress + "/invocations", engine + chatPath, ingress + chatPath}
+	targets := []string{
+		engine + "/invocations", ingress + "/invocations", engine + chatPath, ingress + chatPath,
+	}
 	var total [4]time.Duration
 	const rounds, conc = 4, 8
 	n := max(b.N/rounds, conc)

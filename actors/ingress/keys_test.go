@@ -62,7 +62,8 @@ func TestRequestsNeedAKey(t *testing.T) {
 		replies(200, wholeAnswer)(w, r)
 	}}, keys: keys(t)})
 	paths := []string{
-		"/v1/models/demo", "/version", "/-/routes", "/nope", "/", "/health/../v1/models", "//health", "/sleep",
+		"/v1/models/demo", "/version", "/-/routes", "/nope", "/", "/health/../v1/models", "//health",
+		"/sleep",
 	}
 	for r := openai.Completions; r < openai.Other; r++ {
 		paths = append(paths, r.Paths()...)

@@ -47,13 +47,14 @@ func TestRoutesThatAreNotSplit(t *testing.T) {
 	body, counted := `{"model":"demo","input":"x","messages":[],"text":"x"}`, 0
 	for r := openai.Tokenize; int(r) < openai.NumRoutes; r++ {
 		path := strings.ReplaceAll(cmp.Or(r.Path(), "/invocations"), "{id}", "resp_1")
-		switch {
-		case r == openai.Models:
+		switch r {
+		case openai.Models:
 			continue
-		case r == openai.Transcriptions, r == openai.Translations:
+		case openai.Transcriptions, openai.Translations:
 			assert.Equal(t, 200, g.send("POST", path, formType, sound).status, path)
 		default:
-			x, err := g.in.ExplainRoute(t.Context(), "demo", &client.Query{Request: []byte(body), Route: path})
+			x, err := g.in.ExplainRoute(t.Context(), "demo",
+				&client.Query{Request: []byte(body), Route: path})
 			if r.Computes() && assert.NoError(t, err, path) {
 				assert.Equal(t, []string{"local", "0/0"}, []string{x.Pair.Way, x.Pick}, path)
 			}

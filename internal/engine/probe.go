@@ -40,14 +40,14 @@ func (c *Client) Probe(ctx context.Context, model string) error {
 			return nil
 		}
 	}
-	if c.soundCanary(ctx, model) == nil {
+	if c.soundProbe(ctx, model) == nil {
 		return nil
 	}
 	return err
 }
 
-// soundCanary asks an engine for the text of a tenth of a second of silence, which is sent as a form.
-func (c *Client) soundCanary(ctx context.Context, model string) error {
+// soundProbe asks an engine for the text of a tenth of a second of silence, which is sent as a form.
+func (c *Client) soundProbe(ctx context.Context, model string) error {
 	var form bytes.Buffer
 	w := multipart.NewWriter(&form)
 	file, err := w.CreateFormFile("file", "silence.wav")

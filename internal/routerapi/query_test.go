@@ -27,14 +27,14 @@ func TestABodyTellsItsRouteByExactNames(t *testing.T) {
 // TestAPromptOfEveryRoute: a prompt is asked about as the body that the route takes, and every path that
 // clients post to has a route.
 func TestAPromptOfEveryRoute(t *testing.T) {
-	text := "hi"
+	text, messages := "hi", `{"model":"m","messages":[{"role":"user","content":"hi"}]}`
 	for path, want := range map[string]struct {
 		route openai.Route
 		body  string
 	}{
 		"":                     {openai.Completions, `{"model":"m","prompt":"hi"}`},
-		"/v1/chat/completions": {openai.Chat, `{"model":"m","messages":[{"role":"user","content":"hi"}]}`},
-		"/v1/messages":         {openai.Messages, `{"model":"m","messages":[{"role":"user","content":"hi"}]}`},
+		"/v1/chat/completions": {openai.Chat, messages},
+		"/v1/messages":         {openai.Messages, messages},
 		"/v1/responses":        {openai.Responses, `{"model":"m","input":"hi"}`},
 		"/generate":            {openai.Generate, `{"model":"m","text":"hi"}`},
 		"/v1/embeddings/":      {openai.Embeddings, `{"model":"m","input":"hi"}`},

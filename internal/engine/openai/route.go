@@ -258,7 +258,8 @@ func (r Route) IsFree() bool { return routes[r].isFree }
 // that the engine is not what it should be.
 func (r Route) IsBasic() bool { return r == Completions || r == Chat }
 
-// PromptField is the top-level field of a body that holds a prompt of text; isMessages: as a list of messages.
+// PromptField is the top-level field of a body that holds a prompt of text; isMessages: as a list of
+// messages.
 func (r Route) PromptField() (name string, isMessages bool) {
 	name = routes[r].prompts[0]
 	return name, name == "messages"
