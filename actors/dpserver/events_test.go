@@ -40,7 +40,7 @@ func TestKV3EventsReachTheStream(t *testing.T) {
 		p.publish(removedBlocks(1036, 1032))
 		old.follow(r)
 		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {8, sum(prompt(long[:32]...))}},
-			old.columnSums())
+			old.blockSums())
 		p.mu.Lock()
 		asked := p.asked
 		p.mu.Unlock()
@@ -48,7 +48,7 @@ func TestKV3EventsReachTheStream(t *testing.T) {
 			"one replay of all there was, one from the first missing batch")
 		time.Sleep(2 * healthPeriod(&standard)) // counters are a copy of some moments ago
 		assert.Equal(t, client.EventStatus{State: client.EventsLive, Batches: 4, Gaps: 1}, events(r))
-		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
+		assert.Equal(t, old.blockSums(), r.newSubscriber(t).blockSums())
 	})
 }
 
@@ -72,14 +72,14 @@ func TestAnEngineThatDialsFindsItsRank(t *testing.T) {
 		p.publish(storedBlocks(1, nil, first))
 		old := newReader(t)
 		old.follow(r)
-		assert.Empty(t, old.columnSums(), "no incarnation, no records")
+		assert.Empty(t, old.blockSums(), "no incarnation, no records")
 		assert.Equal(t, client.EventsLive, events(r).State)
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 7, MaxOngoing: 9}))
 		p.publish(storedBlocks(1, nil, second))
 		old.follow(r)
 		assert.Equal(t, [...]int{4, 2},
 			[...]int{old.hit(kvindex.GPU, prompt(first...)), old.hit(kvindex.GPU, prompt(second...))})
-		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
+		assert.Equal(t, old.blockSums(), r.newSubscriber(t).blockSums())
 	})
 }
 
@@ -138,7 +138,7 @@ func TestEventsAreFoundWithReady(t *testing.T) {
 		facts.Incarnation, facts.Events = 8, nil
 		require.NoError(t, r.Ready(t.Context(), facts))
 		old.follow(r)
-		assert.Empty(t, old.columnSums())
+		assert.Empty(t, old.blockSums())
 		assert.Nil(t, r.subscriptions.current.Load(), "the engine behind the URL publishes nothing any more")
 	})
 }
@@ -172,7 +172,7 @@ func TestAnAttachedEngineRestartsInPlace(t *testing.T) {
 			st := r.Status()
 			assert.Equal(t, uint64(1), st.KV.Events.Restarts)
 			assert.Equal(t, uint64(3), st.Epoch)
-			assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
+			assert.Equal(t, old.blockSums(), r.newSubscriber(t).blockSums())
 			if owned {
 				assert.Equal(t, [...]any{"0000000000000007", 1}, [...]any{st.Incarnation, st.InFlight})
 				return
@@ -187,21 +187,21 @@ func TestAnAttachedEngineRestartsInPlace(t *testing.T) {
 	}
 }
 
-// TestEventsBeforeTheirColumnsAreKept: the goroutine of a new subscription may queue events before the
-// replica lets its columns begin.
-func TestEventsBeforeTheirColumnsAreKept(t *testing.T) {
+// TestEventsBeforeTheirBlockSetsAreKept: the goroutine of a new subscription may queue events before the
+// replica lets its block sets begin.
+func TestEventsBeforeTheirBlockSetsAreKept(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		in := newEventQueue(2, testHasher, "demo", r.notifyRecorder)
 		in.Stored(&kvevents.Stored{
 			BlockSize: 4, Tokens: ids(0, 4), Hashes: []kvevents.Hash{kvevents.UintHash(1)},
 		})
 		synctest.Wait()
-		assert.Empty(t, r.held(t), "these columns are of the subscription before")
+		assert.Empty(t, r.held(t), "these block sets are of the subscription before")
 		r.stream.mu.Lock()
-		columns := r.stream.columnsID
+		sets := r.stream.setsID
 		r.stream.mu.Unlock()
-		r.recorder.box.Send(columnsBegin{
-			columnsID: columns, subscriptionID: 2, settings: recorderSettings{facts: msg.Facts{BlockSize: 4}},
+		r.recorder.box.Send(setsBegin{
+			setsID: sets, subscriptionID: 2, settings: recorderSettings{facts: msg.Facts{BlockSize: 4}},
 		})
 		synctest.Wait()
 		assert.Equal(t, map[kvindex.Tier]uint64{kvindex.GPU: 1}, r.held(t))
@@ -235,7 +235,7 @@ func TestCountersThatFellAreARestart(t *testing.T) {
 		assert.Equal(t, now, incarnation())
 		assert.Equal(t, 4, old.hit(kvindex.GPU, prompt(ids(0, 16)...)),
 			"the new subscription asked for all there is")
-		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
+		assert.Equal(t, old.blockSums(), r.newSubscriber(t).blockSums())
 	})
 }
 
@@ -248,7 +248,7 @@ func TestReadyAfterAFenceListensAnew(t *testing.T) {
 		r.Fence("health check")
 		p.publish(storedBlocks(1, nil, ids(100, 16)))
 		old.follow(r)
-		require.Equal(t, uint64(8), old.columnSums()[kvindex.GPU][0])
+		require.Equal(t, uint64(8), old.blockSums()[kvindex.GPU][0])
 		p.restart()
 		p.batch(storedBlocks(2, nil, ids(200, 16)))
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 9, BlockSize: 4}))
@@ -256,16 +256,17 @@ func TestReadyAfterAFenceListensAnew(t *testing.T) {
 		time.Sleep(time.Second)
 		old.follow(r)
 		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {4, sum(prompt(ids(200, 16)...))}},
-			old.columnSums())
+			old.blockSums())
 		assert.Equal(t, "0000000000000008", r.Status().Incarnation)
 		assert.Equal(t, client.EventsLive, events(r).State)
 		time.Sleep(2 * healthPeriod(&standard))
 		assert.Equal(t, uint64(3), events(r).Batches, "counters go on")
-		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
+		assert.Equal(t, old.blockSums(), r.newSubscriber(t).blockSums())
 	})
 }
 
-// TestKV5ClearedEmptiesThisRankAlone: the engine's event empties the columns of events and of sent prompts.
+// TestKV5ClearedEmptiesThisRankAlone: the engine's event empties the block sets of events and of sent
+// prompts.
 func TestKV5ClearedEmptiesThisRankAlone(t *testing.T) {
 	withPublisher(t, true, true, func(t *testing.T, r *testRig, p *publisher) {
 		r.engine.set(func(f *fakeEngine) { f.counters.Seen = true })
@@ -280,17 +281,17 @@ func TestKV5ClearedEmptiesThisRankAlone(t *testing.T) {
 		r.send(&msg.Done{TicketID: id, FirstToken: 1})
 		p.publish(list{"AllBlocksCleared"}, storedBlocks(1, nil, ids(300, 8)))
 		old.follow(r)
-		holds := old.columnSums()
+		holds := old.blockSums()
 		assert.LessOrEqual(t, holds[kvindex.Sent][0], uint64(2),
 			"no more than the engine holds, now or between the two events")
 		delete(holds, kvindex.Sent)
 		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {2, sum(prompt(ids(300, 8)...))}}, holds)
-		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
+		assert.Equal(t, old.blockSums(), r.newSubscriber(t).blockSums())
 
 		r.engine.set(func(f *fakeEngine) { f.counters.Asleep = true })
 		time.Sleep(1500 * time.Millisecond)
 		old.follow(r)
-		assert.Empty(t, old.columnSums(), "asleep: no event told")
+		assert.Empty(t, old.blockSums(), "asleep: no event told")
 		p.publish(removedBlocks(1300, 1304), storedBlocks(1, nil, ids(300, 8)))
 		time.Sleep(3 * time.Second)
 		old.follow(r)
@@ -304,7 +305,7 @@ func TestKV13GarbageIsCountedAndChangesNothing(t *testing.T) {
 		old := newReader(t)
 		p.publish(storedBlocks(1, nil, ids(0, 16)))
 		old.follow(r)
-		was := old.columnSums()
+		was := old.blockSums()
 		p.publish(
 			list{"BlockStored", list{7, 8}, 7, ids(0, 8), 4},     // its own parent
 			list{"BlockStored", list{1012}, 1000, ids(90, 4), 4}, // known elsewhere
@@ -316,16 +317,16 @@ func TestKV13GarbageIsCountedAndChangesNothing(t *testing.T) {
 			storedBlocks(3, nil, ids(700, 8), -1, "TAPE"),        // a place that is no tier
 		)
 		old.follow(r)
-		assert.Equal(t, was, old.columnSums())
+		assert.Equal(t, was, old.blockSums())
 		p.ring = append(p.ring, []byte{0xc1, 0xff}) // so it is in the engine's own ring
 		p.raw(2, p.ring[2])
 		old.follow(r)
-		assert.Equal(t, was, old.columnSums())
+		assert.Equal(t, was, old.blockSums())
 		time.Sleep(1500 * time.Millisecond)
 		assert.Equal(t, client.EventsPartial, events(r).State)
 		time.Sleep(time.Second)
 		assert.GreaterOrEqual(t, events(r).Dropped, uint64(6))
-		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
+		assert.Equal(t, old.blockSums(), r.newSubscriber(t).blockSums())
 	})
 }
 
@@ -383,7 +384,7 @@ func TestKV10SilentEvents(t *testing.T) {
 		old.follow(r)
 		assert.Equal(t, client.EventsLive, events(r).State)
 		assert.Zero(t, old.hit(kvindex.Sent, prompt(ids(40_000, 16)...)))
-		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
+		assert.Equal(t, old.blockSums(), r.newSubscriber(t).blockSums())
 	})
 }
 
@@ -434,10 +435,10 @@ func TestTheRecordFollowsTheEngine(t *testing.T) {
 			time.Sleep(10 * time.Second)
 		}
 		old.follow(r)
-		require.Equal(t, uint64(16), old.columnSums()[kvindex.Sent][0], "no events, no corrections, 120 s")
+		require.Equal(t, uint64(16), old.blockSums()[kvindex.Sent][0], "no events, no corrections, 120 s")
 		p.publish(removedBlocks(1012, 1008, 1004, 1000), removedBlocks(2012, 2008))
 		old.follow(r)
-		assert.Equal(t, uint64(10), old.columnSums()[kvindex.Sent][0])
+		assert.Equal(t, uint64(10), old.blockSums()[kvindex.Sent][0])
 		assert.Equal(t, 4, old.hit(kvindex.Sent, prompt(ids(3000, 16)...)), "the oldest go")
 		assert.Zero(t, old.hit(kvindex.Sent, prompt(ids(0, 16)...)))
 	}, text)
@@ -612,9 +613,9 @@ func TestEventsOfAnOlderSubscriptionAreDropped(t *testing.T) {
 			Hashes: []kvevents.Hash{kvevents.UintHash(1)},
 		})
 		old.follow(r)
-		assert.Empty(t, old.columnSums())
+		assert.Empty(t, old.blockSums())
 		p.publish(storedBlocks(1, nil, ids(100, 8)))
 		old.follow(r)
-		assert.Equal(t, uint64(2), old.columnSums()[kvindex.GPU][0])
+		assert.Equal(t, uint64(2), old.blockSums()[kvindex.GPU][0])
 	})
 }

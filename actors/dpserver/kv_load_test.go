@@ -69,7 +69,7 @@ func TestAnAdmissionIsAnsweredDuringKVWork(t *testing.T) {
 // held is how many blocks a new subscriber finds in each tier.
 func (r *testRig) held(t *testing.T) map[kvindex.Tier]uint64 {
 	out := map[kvindex.Tier]uint64{}
-	for tier, sums := range r.newSubscriber(t).columnSums() {
+	for tier, sums := range r.newSubscriber(t).blockSums() {
 		out[tier] = sums[0]
 	}
 	return out
@@ -88,8 +88,8 @@ func (s *checkingSink) Deliver(rec *msg.Record) {
 }
 
 // TestSnapshotsAmongRequestsAndEvents: while requests, events and requests for snapshots come at the same
-// time, no reader gets a record with an unexpected number, or of a column that it does not know. All hold the
-// same blocks in the end.
+// time, no reader gets a record with an unexpected number, or of a block set that it does not know. All hold
+// the same blocks in the end.
 func TestSnapshotsAmongRequestsAndEvents(t *testing.T) {
 	withRank(t, 99, true, func(t *testing.T, r *testRig) {
 		const rounds = 300
@@ -131,9 +131,9 @@ func TestSnapshotsAmongRequestsAndEvents(t *testing.T) {
 		})
 		work.Wait()
 		synctest.Wait()
-		want := r.newSubscriber(t).columnSums()
+		want := r.newSubscriber(t).blockSums()
 		assert.NotEmpty(t, want)
-		assert.Equal(t, want, first.reader.columnSums())
+		assert.Equal(t, want, first.reader.blockSums())
 		synctest.Wait()
 		r.stream.mu.Lock()
 		defer r.stream.mu.Unlock()

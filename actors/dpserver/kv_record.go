@@ -13,11 +13,11 @@ import (
 const (
 	recordBytes = 64 << 20 // hard cap on its index: some 700,000 blocks with their engine handles
 	// the smallest number that the index takes: four are in use, the others give time to sweep
-	recordColumns = 64
-	partBlocks    = 4096    // hashes of one record at most
-	listBlocks    = 512     // hashes of one record of a list, so that other ranks' records come between
-	sweepSlots    = 1 << 16 // of one step: below a millisecond
-	tiers         = kvindex.Sent + 1
+	recordSets = 64
+	partBlocks = 4096    // hashes of one record at most
+	listBlocks = 512     // hashes of one record of a list, so that other ranks' records come between
+	sweepSlots = 1 << 16 // of one step: below a millisecond
+	tiers      = kvindex.Sent + 1
 )
 
 // kvRecord is what a rank's KV cache is known to hold: by the rank's own record of the prompts it was sent
@@ -31,10 +31,10 @@ type kvRecord struct {
 	emit         func(kind msg.RecordKind, kv msg.KV)
 	deviceBlocks func() int // of the engine's GPU; 0: not known
 	startedAt    time.Time  // origin of the index's clock
-	columns      [tiers]*kvindex.Column
+	sets         [tiers]*kvindex.BlockSet
 	published    [tiers]bool // the stream has its RecKVBegin
 
-	removals     []uint64 // blocks that left a column and were not emitted yet
+	removals     []uint64 // blocks that left a block set and were not emitted yet
 	removalsTier kvindex.Tier
 
 	isPartial   bool // the queue dropped events: the engine may hold blocks that are not known
@@ -52,7 +52,7 @@ func newKVRecord(s *Server, emit func(kind msg.RecordKind, kv msg.KV), blocks fu
 	}
 	var err error
 	l.index, err = kvindex.New(kvindex.Config{
-		Bytes: recordBytes, Columns: recordColumns, OnChange: l.onChange,
+		Bytes: recordBytes, Sets: recordSets, OnChange: l.onChange,
 	})
 	return l, err
 }
@@ -64,35 +64,35 @@ func (l *kvRecord) advanceClock() time.Duration {
 	return now
 }
 
-// openColumn returns the column of a tier and opens it at its first use. It returns nil if the index has no
+// openSet returns the block set of a tier and opens it at its first use. It returns nil if the index has no
 // room for it.
-func (l *kvRecord) openColumn(tier kvindex.Tier, opt kvindex.Options) *kvindex.Column {
-	if l.columns[tier] == nil {
+func (l *kvRecord) openSet(tier kvindex.Tier, opt kvindex.Options) *kvindex.BlockSet {
+	if l.sets[tier] == nil {
 		c, err := l.index.Open(kvindex.Owner{Rank: l.rank, Tier: tier, Epoch: l.epoch}, opt)
 		if err != nil {
 			return nil // the index counts the failure
 		}
-		l.columns[tier], l.published[tier] = c, false
+		l.sets[tier], l.published[tier] = c, false
 	}
-	return l.columns[tier]
+	return l.sets[tier]
 }
 
-// dropColumns ends the columns of tiers; their next use begins them again.
-func (l *kvRecord) dropColumns(which ...kvindex.Tier) {
+// dropSets ends the block sets of tiers; their next use begins them again.
+func (l *kvRecord) dropSets(which ...kvindex.Tier) {
 	for _, t := range which {
-		if c := l.columns[t]; c != nil {
+		if c := l.sets[t]; c != nil {
 			c.Close()
-			l.columns[t], l.published[t], l.needsSweep = nil, false, true
+			l.sets[t], l.published[t], l.needsSweep = nil, false, true
 		}
 	}
 	l.flushRemovals()
 }
 
-func (l *kvRecord) dropEventColumns() { l.dropColumns(kvindex.GPU, kvindex.CPU, kvindex.Disk) }
+func (l *kvRecord) dropEventSets() { l.dropSets(kvindex.GPU, kvindex.CPU, kvindex.Disk) }
 
-// publishColumns begins every column that has blocks in a stream that has none.
-func (l *kvRecord) publishColumns() {
-	for t, c := range l.columns {
+// publishSets begins every block set that has blocks in a stream that has none.
+func (l *kvRecord) publishSets() {
+	for t, c := range l.sets {
 		l.published[t] = c != nil && c.Len() > 0
 	}
 	l.writeSnapshot(l.emit)
@@ -100,21 +100,21 @@ func (l *kvRecord) publishColumns() {
 
 // eventBlockSize is the tokens per block of the engine's events; 0: no event came.
 func (l *kvRecord) eventBlockSize() int {
-	if c := l.columns[kvindex.GPU]; c != nil {
+	if c := l.sets[kvindex.GPU]; c != nil {
 		return c.BlockSize()
 	}
 	return 0
 }
 
-func (l *kvRecord) columnLen(tier kvindex.Tier) int {
-	if c := l.columns[tier]; c != nil {
+func (l *kvRecord) blockSetLen(tier kvindex.Tier) int {
+	if c := l.sets[tier]; c != nil {
 		return c.Len()
 	}
 	return 0
 }
 
 // onChange receives every change, inside the index's writer call.
-func (l *kvRecord) onChange(c *kvindex.Column, d kvindex.Delta) {
+func (l *kvRecord) onChange(c *kvindex.BlockSet, d kvindex.Delta) {
 	tier := c.Owner().Tier
 	switch {
 	case d.Change != kvindex.Stored && !l.published[tier]:
@@ -122,13 +122,13 @@ func (l *kvRecord) onChange(c *kvindex.Column, d kvindex.Delta) {
 		l.queueRemoval(tier, d.Hashes)
 	default:
 		l.flushRemovals()
-		l.beginColumn(tier, c)
+		l.beginSet(tier, c)
 		l.splitDelta(tier, d, func(kv msg.KV) { l.emit(msg.RecKV, kv) })
 	}
 }
 
-// beginColumn begins a column in the stream with its first block, when its block size is known.
-func (l *kvRecord) beginColumn(tier kvindex.Tier, c *kvindex.Column) {
+// beginSet begins a block set in the stream with its first block, when its block size is known.
+func (l *kvRecord) beginSet(tier kvindex.Tier, c *kvindex.BlockSet) {
 	if l.published[tier] {
 		return
 	}
@@ -146,7 +146,7 @@ func (l *kvRecord) queueRemoval(tier kvindex.Tier, hashes []uint64) {
 	l.removals = append(l.removals, hashes...)
 }
 
-// flushRemovals emits the collected removals. Every call that may change a column ends with it.
+// flushRemovals emits the collected removals. Every call that may change a block set ends with it.
 func (l *kvRecord) flushRemovals() {
 	if len(l.removals) == 0 {
 		return
@@ -169,9 +169,9 @@ func (l *kvRecord) splitDelta(tier kvindex.Tier, d kvindex.Delta, give func(kv m
 	give(msg.KV{Tier: tier, Delta: d})
 }
 
-// writeSnapshot writes every column that is in the stream.
+// writeSnapshot writes every block set that is in the stream.
 func (l *kvRecord) writeSnapshot(give func(kind msg.RecordKind, kv msg.KV)) {
-	for t, c := range l.columns {
+	for t, c := range l.sets {
 		if !l.published[t] {
 			continue
 		}
@@ -190,14 +190,14 @@ func (l *kvRecord) applyBatch(b *eventBatch) {
 func (l *kvRecord) applyChange(c *change, ev *kvindex.StoredEvent) {
 	switch c.kind {
 	case changeStored:
-		if col := l.openColumn(c.tier, kvindex.Options{Feed: kvindex.FromEvents}); col != nil {
+		if col := l.openSet(c.tier, kvindex.Options{Feed: kvindex.FromEvents}); col != nil {
 			col.Stored(l.hasher, ev)
 			if c.tier == kvindex.GPU && col.LimitCopies(l.deviceBlocks()) {
 				l.needsSweep, l.hasRemovals = true, true
 			}
 		}
 	case changeRemoved:
-		if col := l.columns[c.tier]; col != nil {
+		if col := l.sets[c.tier]; col != nil {
 			col.Removed(c.group, ev.Blocks)
 		}
 		l.hasRemovals = true
@@ -205,14 +205,14 @@ func (l *kvRecord) applyChange(c *change, ev *kvindex.StoredEvent) {
 		l.clearEvents()
 		l.isPartial = false
 	case changeReset, changeLost:
-		l.dropEventColumns()
+		l.dropEventSets()
 		l.isPartial, l.hasRemovals = c.kind == changeLost, true
 	}
 }
 
-// clearEvents empties the columns of events: the engine holds nothing.
+// clearEvents empties the block sets of events: the engine holds nothing.
 func (l *kvRecord) clearEvents() {
-	for _, c := range l.columns[:kvindex.Sent] {
+	for _, c := range l.sets[:kvindex.Sent] {
 		if c != nil {
 			c.Clear()
 			l.needsSweep = true

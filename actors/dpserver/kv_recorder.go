@@ -22,9 +22,9 @@ const recorderBound = 4096
 
 // Messages that the replica sends to the recorder.
 type (
-	// columnsBegin begins the KV columns of the stream again: a new incarnation, or after a panic.
-	columnsBegin struct {
-		columnsID      uint64
+	// setsBegin begins the KV block sets of the stream again: a new incarnation, or after a panic.
+	setsBegin struct {
+		setsID         uint64
 		subscriptionID uint64
 		isLost         bool // the content is not certain any more
 		settings       recorderSettings
@@ -32,11 +32,11 @@ type (
 	// recorderSettings is what the record depends on, sent when it changes.
 	recorderSettings struct {
 		facts  msg.Facts
-		sent   kvindex.Options // of the column of sent prompts
+		sent   kvindex.Options // of the block set of sent prompts
 		isLive bool            // the engine's events are live
 	}
-	// columnsRequest asks for a snapshot for one sink, because the stream has KV columns. done: see msg.List
-	columnsRequest struct {
+	// setsRequest asks for a snapshot for one sink, because the stream has KV block sets. done: see msg.List
+	setsRequest struct {
 		sink msg.Sink
 		done chan struct{}
 	}
@@ -66,7 +66,7 @@ type sentPrompt struct {
 
 // kvReport is what others read of the KV record.
 type kvReport struct {
-	columnsID uint64
+	setsID    uint64
 	exists    bool // a prompt or an event needed a record
 	isPartial bool // events were dropped: the engine may hold blocks that are not known
 	blockSize int  // tokens per block of the engine's events; 0: no event came
@@ -102,9 +102,9 @@ func (p *recorderHandle) store(report *kvReport) {
 type recorder struct {
 	*Server
 	record         *kvRecord // nil until a prompt or an event needs it
-	columnsID      uint64
+	setsID         uint64
 	subscriptionID uint64      // of the current subscription: older events are dropped
-	early          *eventQueue // of a later subscription, whose events came before its columns began
+	early          *eventQueue // of a later subscription, whose events came before its block sets began
 	settings       recorderSettings
 	watched        []*sentPrompt // the events do not show their last block yet
 	spareBatch     *eventBatch
@@ -114,7 +114,7 @@ type recorder struct {
 // firstSubscription is the number of a rank's first subscription to KV events.
 const firstSubscription = 1
 
-// spawnRecorder starts the recorder. After a panic the replica begins the columns again.
+// spawnRecorder starts the recorder. After a panic the replica begins the block sets again.
 func spawnRecorder(s *Server, system *actor.ActorSystem) (*inbox.Inbox, error) {
 	isRestart := false
 	return inbox.Spawn(system, s.name()+"/kv", recorderBound, func() inbox.Receiver {
@@ -141,14 +141,14 @@ func (k *recorder) Receive(m any) {
 		k.correctSent(m.prompt)
 	case recorderSettings:
 		k.applySettings(m)
-	case columnsBegin:
-		k.beginColumns(m)
-	case columnsRequest:
+	case setsBegin:
+		k.beginSets(m)
+	case setsRequest:
 		k.sendSnapshot(m)
 	case engineSlept:
 		if k.record != nil {
 			k.record.clearEvents()
-			k.record.dropColumns(kvindex.Sent)
+			k.record.dropSets(kvindex.Sent)
 		}
 	case expiryTick:
 		k.expire(m)
@@ -178,20 +178,20 @@ func (k *recorder) ensureRecord() *kvRecord {
 	return k.record
 }
 
-func (k *recorder) emit(kind msg.RecordKind, kv msg.KV) { k.stream.emitKV(k.columnsID, kind, kv) }
+func (k *recorder) emit(kind msg.RecordKind, kv msg.KV) { k.stream.emitKV(k.setsID, kind, kv) }
 
-// beginColumns publishes the columns again, as they are: without the prompts of the incarnation before, and
+// beginSets publishes the block sets again, as they are: without the prompts of the incarnation before, and
 // without the events of a subscription that ended.
-func (k *recorder) beginColumns(m columnsBegin) {
+func (k *recorder) beginSets(m setsBegin) {
 	if k.record != nil {
 		k.record.flushRemovals()
-		k.record.dropColumns(kvindex.Sent)
+		k.record.dropSets(kvindex.Sent)
 		if m.subscriptionID != k.subscriptionID {
-			k.record.dropEventColumns()
+			k.record.dropEventSets()
 			k.record.isPartial = false
 		}
 	}
-	k.columnsID, k.subscriptionID, k.settings, k.watched = m.columnsID, m.subscriptionID, m.settings, nil
+	k.setsID, k.subscriptionID, k.settings, k.watched = m.setsID, m.subscriptionID, m.settings, nil
 	current := k.subscriptions.current.Load()
 	if m.isLost {
 		k.expiry.stop()
@@ -201,7 +201,7 @@ func (k *recorder) beginColumns(m columnsBegin) {
 		}
 	}
 	if k.record != nil {
-		k.record.publishColumns()
+		k.record.publishSets()
 		k.storeReport()
 		k.box.Send(eventsApplied{})
 	}
@@ -217,14 +217,14 @@ func (k *recorder) beginColumns(m columnsBegin) {
 // when events fell silent, shorter when they are live.
 func (k *recorder) applySettings(m recorderSettings) {
 	k.settings = m
-	if l := k.record; l != nil && l.columns[kvindex.Sent] != nil && l.sentOptions != m.sent {
-		l.dropColumns(kvindex.Sent)
+	if l := k.record; l != nil && l.sets[kvindex.Sent] != nil && l.sentOptions != m.sent {
+		l.dropSets(kvindex.Sent)
 	}
 }
 
-// sendSnapshot sends a sink the rank's snapshot and the columns. The replica sends the first part. No other
-// KV record is published meanwhile, because this actor publishes them.
-func (k *recorder) sendSnapshot(m columnsRequest) {
+// sendSnapshot sends a sink the rank's snapshot and the block sets. The replica sends the first part. No
+// other KV record is published meanwhile, because this actor publishes them.
+func (k *recorder) sendSnapshot(m setsRequest) {
 	if m.done != nil {
 		defer close(m.done)
 	}
@@ -238,14 +238,14 @@ func (k *recorder) sendSnapshot(m columnsRequest) {
 	if k.record != nil {
 		k.record.flushRemovals()
 		k.record.writeSnapshot(func(kind msg.RecordKind, kv msg.KV) {
-			k.stream.sendColumn(m.sink, k.columnsID, kind, kv)
+			k.stream.sendSet(m.sink, k.setsID, kind, kv)
 		})
 	}
 }
 
 // applyEvents applies a batch of queued events and posts itself for those that came meanwhile.
 func (k *recorder) applyEvents(m eventsQueued) {
-	if m.queue.subscriptionID > k.subscriptionID { // columnsBegin is on its way
+	if m.queue.subscriptionID > k.subscriptionID { // setsBegin is on its way
 		k.early = m.queue
 		return
 	}
@@ -284,7 +284,7 @@ func (k *recorder) reportShown() {
 
 // eventsShow says whether the events report the last full block of a prompt on the GPU.
 func (k *recorder) eventsShow(p *sentPrompt) bool {
-	c := k.record.columns[kvindex.GPU]
+	c := k.record.sets[kvindex.GPU]
 	return c != nil && c.Holds(p.blocks[len(p.blocks)-1])
 }
 
@@ -302,10 +302,10 @@ func (k *recorder) recordSent(p *sentPrompt) {
 	}
 	l.seedAverage(p)
 	now := l.advanceClock()
-	if l.columns[kvindex.Sent] == nil {
+	if l.sets[kvindex.Sent] == nil {
 		l.sentOptions = k.settings.sent
 	}
-	if c := l.openColumn(kvindex.Sent, l.sentOptions); c != nil {
+	if c := l.openSet(kvindex.Sent, l.sentOptions); c != nil {
 		c.SetCapacity(l.toBlocks(cacheCapacity(&k.settings.facts, l.eventBlockSize())))
 		p.recorded = c.Record(p.blocks, now)
 	}
@@ -318,10 +318,10 @@ func (k *recorder) correctSent(p *sentPrompt) {
 	defer k.recorder.prompts.put(p)
 	k.watched = slices.DeleteFunc(k.watched, func(o *sentPrompt) bool { return o == p })
 	l := k.record
-	if l == nil || l.columns[kvindex.Sent] == nil {
+	if l == nil || l.sets[kvindex.Sent] == nil {
 		return
 	}
-	c := l.columns[kvindex.Sent]
+	c := l.sets[kvindex.Sent]
 	if p.end.isWithdrawn {
 		c.Withdraw(p.blocks, max(p.recorded.Held, p.hitBlocks), p.recorded.At)
 		return
@@ -344,8 +344,8 @@ func (k *recorder) boundSent() {
 		return
 	}
 	l.hasRemovals = false
-	if c := l.columns[kvindex.Sent]; c != nil && k.settings.isLive && l.tokensPerBlock > 0 {
-		held := int64(l.columnLen(kvindex.GPU))*int64(k.blockSizeOrDefault()) + int64(k.stats.openPrefill())
+	if c := l.sets[kvindex.Sent]; c != nil && k.settings.isLive && l.tokensPerBlock > 0 {
+		held := int64(l.blockSetLen(kvindex.GPU))*int64(k.blockSizeOrDefault()) + int64(k.stats.openPrefill())
 		c.Trim(c.Len() - l.toBlocks(held))
 	}
 }
@@ -369,11 +369,11 @@ func cacheCapacity(f *msg.Facts, eventBlockSize int) int64 {
 func (k *recorder) storeReport() {
 	l := k.record
 	report := kvReport{
-		columnsID: k.columnsID, exists: true, isPartial: l.isPartial, blockSize: l.eventBlockSize(),
-		sent: l.columnLen(kvindex.Sent), index: l.index.Stats(),
+		setsID: k.setsID, exists: true, isPartial: l.isPartial, blockSize: l.eventBlockSize(),
+		sent: l.blockSetLen(kvindex.Sent), index: l.index.Stats(),
 	}
-	for t := range l.columns {
-		report.blocks += l.columnLen(kvindex.Tier(t))
+	for t := range l.sets {
+		report.blocks += l.blockSetLen(kvindex.Tier(t))
 	}
 	k.recorder.store(&report)
 }
@@ -399,7 +399,7 @@ func (k *recorder) armExpiry() {
 	l := k.record
 	now := time.Since(l.startedAt)
 	due, some := now+minExpiryInterval, l.needsSweep
-	if c := l.columns[kvindex.Sent]; c != nil && !some {
+	if c := l.sets[kvindex.Sent]; c != nil && !some {
 		at, any := c.Expires()
 		due, some = max(due, at), any
 	}

@@ -40,15 +40,16 @@ func ids(from uint32, n int) []uint32 {
 	return out
 }
 
-// reader rebuilds a rank's columns from its stream alone, as an ingress does; it never asks for a snapshot.
+// reader rebuilds a rank's block sets from its stream alone, as an ingress does; it never asks for a
+// snapshot.
 type reader struct {
-	t       require.TestingT
-	ix      *kvindex.Index
-	columns [tiers]*kvindex.Column
-	whole   [tiers]bool // RecKVEnd was there
-	size    [tiers]int
-	ends    int // RecKVEnd with blocks
-	seq     uint64
+	t     require.TestingT
+	ix    *kvindex.Index
+	sets  [tiers]*kvindex.BlockSet
+	whole [tiers]bool // RecKVEnd was there
+	size  [tiers]int
+	ends  int // RecKVEnd with blocks
+	seq   uint64
 }
 
 // applyInOrder is apply of a reader that gets every record, and drops one with an unexpected number.
@@ -72,12 +73,12 @@ func newReader(t require.TestingT) *reader {
 func (f *reader) apply(rec *msg.Record) {
 	kv := &rec.KV
 	switch rec.Kind {
-	case msg.RecSnapshot, msg.RecGone: // columns that are not in the snapshot are gone
-		for t, c := range f.columns {
+	case msg.RecSnapshot, msg.RecGone: // block sets that are not in the snapshot are gone
+		for t, c := range f.sets {
 			if c != nil {
 				c.Close()
 			}
-			f.columns[t] = nil
+			f.sets[t] = nil
 		}
 	case msg.RecKVBegin:
 		c, err := f.ix.Open(kvindex.Owner{
@@ -85,24 +86,24 @@ func (f *reader) apply(rec *msg.Record) {
 			Incarnation: rec.Incarnation,
 		}, kvindex.Options{Feed: kvindex.FromDeltas, Shown: true})
 		require.NoError(f.t, err)
-		f.columns[kv.Tier], f.whole[kv.Tier], f.size[kv.Tier] = c, false, kv.BlockSize
+		f.sets[kv.Tier], f.whole[kv.Tier], f.size[kv.Tier] = c, false, kv.BlockSize
 	case msg.RecKV:
-		require.NotNil(f.t, f.columns[kv.Tier], "a column that was never begun")
+		require.NotNil(f.t, f.sets[kv.Tier], "a block set that was never begun")
 		require.LessOrEqual(f.t, len(kv.Delta.Hashes), partBlocks)
-		f.columns[kv.Tier].Apply(kv.Delta)
+		f.sets[kv.Tier].Apply(kv.Delta)
 	case msg.RecKVEnd:
 		f.whole[kv.Tier] = true
-		if f.columns[kv.Tier].Len() > 0 {
+		if f.sets[kv.Tier].Len() > 0 {
 			f.ends++
 		}
 	default:
 	}
 }
 
-// columnSums is equal in readers that hold the same blocks.
-func (f *reader) columnSums() map[kvindex.Tier][2]uint64 {
+// blockSums is equal in readers that hold the same blocks.
+func (f *reader) blockSums() map[kvindex.Tier][2]uint64 {
 	out := map[kvindex.Tier][2]uint64{}
-	for t, c := range f.columns {
+	for t, c := range f.sets {
 		if c != nil && c.Len() > 0 {
 			require.True(f.t, f.whole[t])
 			sum := uint64(0)

@@ -36,10 +36,10 @@ func TestKV2TheStreamIsTheLedger(t *testing.T) {
 				h.step()
 				old.follow(r)
 			}
-			assert.Equal(rt, r.newSubscriber(rt).columnSums(), old.columnSums())
+			assert.Equal(rt, r.newSubscriber(rt).blockSums(), old.blockSums())
 			r.hub.List(r.tape)
 			old.follow(r)
-			assert.Equal(rt, r.newSubscriber(rt).columnSums(), old.columnSums())
+			assert.Equal(rt, r.newSubscriber(rt).blockSums(), old.blockSums())
 		})
 		if failed != nil {
 			panic(failed)
@@ -177,7 +177,7 @@ func TestALongKVRecordTravelsInParts(t *testing.T) {
 		}
 		in.Removed(&kvevents.Removed{Hashes: ev.Hashes})
 		old.follow(r)
-		assert.Empty(t, old.columnSums())
+		assert.Empty(t, old.blockSums())
 	})
 }
 
@@ -214,14 +214,14 @@ func TestThePanicOfAnActorLosesItsLedger(t *testing.T) {
 		require.Equal(t, 2, old.hit(kvindex.GPU, prompt(first...)))
 		r.send(&msg.Admit{Epoch: 3, Ctx: brokenContext{}})
 		old.follow(r)
-		assert.Empty(t, old.columnSums())
+		assert.Empty(t, old.blockSums())
 		p.publish(storedBlocks(1, nil, second), removedBlocks(1000))
 		old.follow(r)
 		assert.Equal(t, 2, old.hit(kvindex.GPU, prompt(second...)))
 		assert.Equal(t, client.EventsPartial, r.Status().KV.Events.State)
 		p.publish(list{"AllBlocksCleared"}, storedBlocks(1, nil, first))
 		old.follow(r)
-		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {2, sum(prompt(first...))}}, old.columnSums())
+		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {2, sum(prompt(first...))}}, old.blockSums())
 		assert.Equal(t, client.EventsLive, r.Status().KV.Events.State)
 	})
 }
@@ -238,7 +238,7 @@ func TestAPanicOfTheRecorderLosesTheRecordAlone(t *testing.T) {
 		require.Equal(t, 2, old.hit(kvindex.GPU, prompt(first...)))
 		r.recorder.box.Send(promptEnd{})
 		old.follow(r)
-		assert.Empty(t, old.columnSums())
+		assert.Empty(t, old.blockSums())
 		assert.Equal(t, 1, r.Status().InFlight)
 		p.publish(storedBlocks(1, nil, second))
 		r.sendPrompt(prompt(ids(600, 8)...), 0)
@@ -246,7 +246,7 @@ func TestAPanicOfTheRecorderLosesTheRecordAlone(t *testing.T) {
 		assert.Equal(t, 2, old.hit(kvindex.GPU, prompt(second...)))
 		assert.Equal(t, 2, old.hit(kvindex.Sent, prompt(ids(600, 8)...)))
 		assert.Equal(t, client.EventsPartial, r.Status().KV.Events.State)
-		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
+		assert.Equal(t, old.blockSums(), r.newSubscriber(t).blockSums())
 	})
 }
 
@@ -281,8 +281,8 @@ func TestEventsBeyondTheBoundBeginAnew(t *testing.T) {
 		assert.Equal(t, 2, woken, "one message, however many events")
 		r.queued(in)
 		old.follow(r)
-		assert.LessOrEqual(t, old.columnSums()[kvindex.GPU][0], uint64(100))
-		assert.Equal(t, old.columnSums(), r.newSubscriber(t).columnSums())
+		assert.LessOrEqual(t, old.blockSums()[kvindex.GPU][0], uint64(100))
+		assert.Equal(t, old.blockSums(), r.newSubscriber(t).blockSums())
 	})
 }
 
@@ -327,7 +327,7 @@ func TestEventsHashAsPromptsDo(t *testing.T) {
 			assert.Equal(t, 3, old.hit(kvindex.GPU, salted(salt, tokens...)), strconv.Itoa(i))
 		}
 		assert.Zero(t, old.hit(kvindex.GPU, salted(kvindex.Salt{CacheSalt: "other"}, tokens...)))
-		assert.Equal(t, uint64(3*3+2), old.columnSums()[kvindex.GPU][0],
+		assert.Equal(t, uint64(3*3+2), old.blockSums()[kvindex.GPU][0],
 			"the image's blocks are its own, the one in front of it is shared")
 		in.Removed(&kvevents.Removed{Hashes: []kvevents.Hash{raw(9), raw(8)}})
 		in.Removed(&kvevents.Removed{Hashes: []kvevents.Hash{raw(3), raw(2)}})
@@ -352,7 +352,7 @@ func TestEventsHashAsPromptsDo(t *testing.T) {
 		})
 		old.follow(r)
 		assert.Equal(t, [...]uint64{1, 1},
-			[...]uint64{old.columnSums()[kvindex.CPU][0], old.columnSums()[kvindex.Disk][0]})
+			[...]uint64{old.blockSums()[kvindex.CPU][0], old.blockSums()[kvindex.Disk][0]})
 		_, foreign := in.lossCounts()
 		assert.Equal(t, uint64(2), foreign)
 	})

@@ -31,7 +31,7 @@ var phaseRefusals = [...]msg.Refusal{
 type (
 	registerRequest  struct{}
 	subscribeRequest struct{ sub *msg.Subscription }
-	// snapshotRequest: the recorder sends the KV columns to sink when done is closed
+	// snapshotRequest: the recorder sends the KV block sets to sink when done is closed
 	snapshotRequest struct {
 		sink msg.Sink
 		done chan struct{}
@@ -315,11 +315,11 @@ func (r *replica) publishState(cause string) {
 }
 
 // sendSnapshot sends one sink the whole account, and closes done, if there is one. If the stream has KV
-// columns, the recorder asks for the account, and sends the columns behind it.
+// block sets, the recorder asks for the account, and sends the block sets behind it.
 func (r *replica) sendSnapshot(sink msg.Sink, done chan struct{}) {
 	r.scrape.published = msg.Status{} // the sink gets the next report even if its values are the same
 	if !r.stream.sendSnapshot(sink, r.snapshot(), false) {
-		r.recorder.box.Send(columnsRequest{sink, done})
+		r.recorder.box.Send(setsRequest{sink, done})
 	} else if done != nil {
 		close(done)
 	}

@@ -36,7 +36,7 @@ type eventHealth struct {
 // recorder what the record depends on.
 type replicaKV struct {
 	r             *replica
-	columnsID     uint64           // of the stream's present KV columns
+	setsID        uint64           // of the stream's present KV block sets
 	settings      recorderSettings // that the recorder has
 	askedUncached bool             // a request asked for a KV record although the engine caches nothing
 	health        eventHealth
@@ -155,7 +155,7 @@ type (
 )
 
 // restartSubscription starts a new subscription. The recorder drops the blocks that the one before reported
-// when the columns begin again.
+// when the block sets begin again.
 func (k *replicaKV) restartSubscription() {
 	past := k.eventTotals()
 	k.r.state.subscriptionID++
@@ -213,14 +213,14 @@ func (k *replicaKV) sentOptions() kvindex.Options {
 	return opt
 }
 
-// beginStream sends every sink a snapshot and lets the recorder begin the KV columns behind it. isLost says
-// that the content of the columns is not certain any more.
+// beginStream sends every sink a snapshot and lets the recorder begin the KV block sets behind it. isLost
+// says that the content of the block sets is not certain any more.
 func (k *replicaKV) beginStream(isLost bool) {
-	k.columnsID = k.r.stream.begin(k.r.state.incarnation, k.r.state.facts.Base, k.r.snapshot())
+	k.setsID = k.r.stream.begin(k.r.state.incarnation, k.r.state.facts.Base, k.r.snapshot())
 	k.settings = k.currentSettings()
 	k.r.scrape.published = msg.Status{}
-	k.r.recorder.box.Send(columnsBegin{
-		columnsID: k.columnsID, subscriptionID: k.r.state.subscriptionID, isLost: isLost,
+	k.r.recorder.box.Send(setsBegin{
+		setsID: k.setsID, subscriptionID: k.r.state.subscriptionID, isLost: isLost,
 		settings: k.settings,
 	})
 }
@@ -237,10 +237,10 @@ func (k *replicaKV) sendSettings() {
 	}
 }
 
-// kvReport is the recorder's newest report of the present columns.
+// kvReport is the recorder's newest report of the present block sets.
 func (k *replicaKV) kvReport() kvReport {
 	report := k.r.recorder.load()
-	if report.columnsID != k.columnsID {
+	if report.setsID != k.setsID {
 		return kvReport{exists: report.exists}
 	}
 	return report

@@ -135,15 +135,15 @@ func TestTheRecordEndsWithTimeAndRoom(t *testing.T) {
 			time.Sleep(10 * time.Second)
 		}
 		old.follow(r)
-		assert.Equal(t, uint64(10), old.columnSums()[kvindex.Sent][0], "the engine's room of 40 tokens")
+		assert.Equal(t, uint64(10), old.blockSums()[kvindex.Sent][0], "the engine's room of 40 tokens")
 		assert.Equal(t, 4, old.hit(kvindex.Sent, prompt(ids(4000, 16)...)))
 		time.Sleep(kvindex.DefaultRecord - 10*time.Second - time.Millisecond)
 		old.follow(r)
 		assert.Equal(t, map[kvindex.Tier][2]uint64{kvindex.Sent: {4, sum(prompt(ids(4000, 16)...))}},
-			old.columnSums())
+			old.blockSums())
 		time.Sleep(2 * minExpiryInterval)
 		old.follow(r)
-		assert.Empty(t, old.columnSums(), "nobody asked, and it ended")
+		assert.Empty(t, old.blockSums(), "nobody asked, and it ended")
 		r.tape.take()
 		time.Sleep(time.Hour)
 		synctest.Wait()
@@ -167,7 +167,7 @@ func TestBlocksOfTheSenderAreItsOwnAgain(t *testing.T) {
 		assert.Equal(t, 100, old.hit(kvindex.Sent, p))
 		r.send(&msg.Done{TicketID: rep.Ticket.ID, Outcome: msg.Cancelled})
 		old.follow(r)
-		assert.Empty(t, old.columnSums())
+		assert.Empty(t, old.blockSums())
 	})
 }
 
@@ -229,7 +229,7 @@ func TestANewIncarnationWasSentNothing(t *testing.T) {
 		require.Equal(t, 4, old.hit(kvindex.Sent, prompt(ids(0, 16)...)))
 		require.NoError(t, r.Ready(t.Context(), msg.Facts{Incarnation: 8, MaxOngoing: 9}))
 		old.follow(r)
-		assert.Empty(t, old.columnSums())
+		assert.Empty(t, old.blockSums())
 		assert.Zero(t, r.Status().KV.Sent)
 		r.sendPrompt(prompt(ids(0, 8)...), 0)
 		old.follow(r)

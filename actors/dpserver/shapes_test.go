@@ -80,7 +80,7 @@ func TestKV1EveryShapeMakesOneIndex(t *testing.T) {
 				old := newReader(t)
 				old.follow(r)
 				require.Equal(t, map[kvindex.Tier][2]uint64{kvindex.GPU: {2, sum(prompt(tokens...))}},
-					old.columnSums())
+					old.blockSums())
 				assert.Equal(t, client.EventsLive, r.Status().KV.Events.State)
 			})
 		})

@@ -17,8 +17,8 @@ type stream struct {
 	mu          sync.Mutex
 	identity    msg.Record          // App, Unit, Rank, Epoch and Incarnation of every record
 	sinks       []*msg.Subscription // that have its snapshot
-	columnsID   uint64              // of the present KV columns: others are not published
-	hasColumns  bool                // a KV column has begun since columnsID is valid
+	setsID      uint64              // of the present KV block sets: others are not published
+	hasSets     bool                // a KV block set has begun since setsID is valid
 	reusedForKV msg.Record
 }
 
@@ -44,23 +44,23 @@ func (s *stream) stamp(rec *msg.Record) {
 	rec.Seq = s.seq.Load()
 }
 
-// emitKV emits a record of the KV columns with the number columnsID. It does nothing if they have ended, or
+// emitKV emits a record of the KV block sets with the number setsID. It does nothing if they have ended, or
 // no incarnation has begun.
-func (s *stream) emitKV(columnsID uint64, kind msg.RecordKind, kv msg.KV) {
+func (s *stream) emitKV(setsID uint64, kind msg.RecordKind, kv msg.KV) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if columnsID == 0 || columnsID != s.columnsID {
+	if setsID == 0 || setsID != s.setsID {
 		return
 	}
-	s.hasColumns = true
+	s.hasSets = true
 	s.reusedForKV = msg.Record{Kind: kind, KV: kv}
 	s.emitLocked(&s.reusedForKV)
 }
 
 // begin begins an incarnation, or the same one again after a panic. Its first record has the number base + 1.
-// It sends every sink a snapshot, which has no KV columns, and returns the number of the columns that may
-// follow: 0 before the first incarnation.
-func (s *stream) begin(incarnation, base uint64, snapshot *msg.Record) (columnsID uint64) {
+// It sends every sink a snapshot, which has no KV block sets, and returns the number of the block sets that
+// may follow: 0 before the first incarnation.
+func (s *stream) begin(incarnation, base uint64, snapshot *msg.Record) (setsID uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.identity.Incarnation != incarnation {
@@ -68,23 +68,23 @@ func (s *stream) begin(incarnation, base uint64, snapshot *msg.Record) (columnsI
 		s.seq.Store(base)
 	}
 	if incarnation != 0 {
-		s.columnsID++
+		s.setsID++
 	}
-	s.hasColumns = false
+	s.hasSets = false
 	s.stamp(snapshot)
 	for _, sub := range s.sinks {
 		sub.Deliver(snapshot)
 	}
-	return s.columnsID
+	return s.setsID
 }
 
 // sendSnapshot sends a sink a snapshot; a Subscription gets every later record too. If the stream has KV
-// columns and they do not follow, it sends nothing and returns false: the sink could not use a record of
+// block sets and they do not follow, it sends nothing and returns false: the sink could not use a record of
 // theirs that comes before them.
-func (s *stream) sendSnapshot(sink msg.Sink, snapshot *msg.Record, columnsFollow bool) bool {
+func (s *stream) sendSnapshot(sink msg.Sink, snapshot *msg.Record, setsFollow bool) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.hasColumns && !columnsFollow {
+	if s.hasSets && !setsFollow {
 		return false
 	}
 	if sub, ok := sink.(*msg.Subscription); ok {
@@ -95,12 +95,12 @@ func (s *stream) sendSnapshot(sink msg.Sink, snapshot *msg.Record, columnsFollow
 	return true
 }
 
-// sendColumn sends one sink a part of the columns that follow its snapshot. The part has the number of the
+// sendSet sends one sink a part of the block sets that follow its snapshot. The part has the number of the
 // last record, which may be later than that of the snapshot: records of requests may lie between.
-func (s *stream) sendColumn(sink msg.Sink, columnsID uint64, kind msg.RecordKind, kv msg.KV) {
+func (s *stream) sendSet(sink msg.Sink, setsID uint64, kind msg.RecordKind, kv msg.KV) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if columnsID == 0 || columnsID != s.columnsID {
+	if setsID == 0 || setsID != s.setsID {
 		return
 	}
 	s.reusedForKV = msg.Record{Kind: kind, KV: kv}
@@ -112,7 +112,7 @@ func (s *stream) sendColumn(sink msg.Sink, columnsID uint64, kind msg.RecordKind
 func (s *stream) end() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.columnsID = 0
+	s.setsID = 0
 	s.emitLocked(&msg.Record{Kind: msg.RecGone})
 }
 

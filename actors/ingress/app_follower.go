@@ -185,7 +185,7 @@ func (f *appFollower) setPolicyInputs(ar *appRouter, spec *appRevision, policy r
 	}
 	if r.needs.Hits {
 		r.cache = old.cache
-		if n := columnsFor(len(spec.ranks)); r.cache == nil || r.cache.maxColumns < n {
+		if n := blockSetsFor(len(spec.ranks)); r.cache == nil || r.cache.maxSets < n {
 			if r.cache, err = newCache(ar, n); err != nil {
 				return false, err
 			}

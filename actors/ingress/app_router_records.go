@@ -11,15 +11,15 @@ import (
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
 
-// dropColumns drops what the index has of a rank. If the rank lives, its columns follow.
-func (ar *appRouter) dropColumns(r *rank, lives bool) {
+// dropSets drops what the index has of a rank. If the rank lives, its block sets follow.
+func (ar *appRouter) dropSets(r *rank, lives bool) {
 	c := ar.inputs().cache
 	switch {
 	case c == nil:
 	case lives:
-		c.beginRank(r.columnOwner(0))
+		c.beginRank(r.blockSetOwner(0))
 	default:
-		c.endRank(r.columnOwner(0))
+		c.endRank(r.blockSetOwner(0))
 	}
 }
 
@@ -138,7 +138,7 @@ func (ar *appRouter) deliver(rec *msg.Record) {
 	var owner kvindex.Owner
 	if r := ar.ranks[rec.Rank]; r != nil && r.isIncarnation(rec) { // else of one that has ended
 		ar.applyRecord(r, rec)
-		cache, owner = ar.inputs().cache, r.columnOwner(rec.KV.Tier)
+		cache, owner = ar.inputs().cache, r.blockSetOwner(rec.KV.Tier)
 	}
 	ar.mu.Unlock()
 	if isKV := rec.Kind == msg.RecKVBegin || rec.Kind == msg.RecKV || rec.Kind == msg.RecKVEnd; isKV &&
@@ -204,7 +204,7 @@ func (ar *appRouter) applySnapshot(rec *msg.Record) {
 	r.cachingOff, r.maxModelLen = rec.Snapshot.CachingOff, rec.Snapshot.MaxModelLen
 	r.offeredTo, r.offered = "", 0
 	ar.recordEjection(r, rec.Snapshot.Ejected)
-	ar.dropColumns(r, true)
+	ar.dropSets(r, true)
 	ar.setBlockSize(r, rec.Snapshot.BlockSize, false)
 	ar.addRank(r, rec.Seq, rec.Snapshot)
 	ar.publish(r)
@@ -406,7 +406,7 @@ func (ar *appRouter) removeRank(r *rank) {
 		ar.failFenced(r, false) // the node may be gone: this says nothing about the engine
 	}
 	ar.clearFull(r)
-	ar.dropColumns(r, false)
+	ar.dropSets(r, false)
 	ar.updateCachingOff()
 	ar.observe(routing.Event{Kind: routing.EvRankDown, Rank: r.ID, Incarnation: r.Incarnation})
 	ar.updateOutage()
@@ -481,7 +481,7 @@ func (ar *appRouter) applyDone(r *rank, e routing.Event, offeredTo string) {
 	ar.openForOffer(r)
 }
 
-// resetCache drops every column of the index. It returns the number of ranks.
+// resetCache drops every block set of the index. It returns the number of ranks.
 func (ar *appRouter) resetCache() int {
 	if c := ar.inputs().cache; c != nil {
 		c.clear()

@@ -65,7 +65,7 @@ func newDecider(tb testing.TB, policy string, route openai.Route, prompts int) *
 			if k != i%8 {
 				blocks = blocks[:len(blocks)/2]
 			}
-			r.column(tb, kvindex.GPU).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: blocks})
+			r.blockSet(tb, kvindex.GPU).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: blocks})
 		}
 	}
 	for range 3 * len(b.bodies) {

@@ -24,32 +24,32 @@ const (
 // is lost. Requests read the index without a lock.
 type cache struct {
 	index      *kvindex.Index
-	maxColumns int
+	maxSets    int
 	log        *slog.Logger
 	clock      func() time.Duration
 	advancedAt atomic.Int64 // clock of the last Advance, in ns
 
 	mu         sync.Mutex // guards the writer's side of the index, and what follows
 	ranks      map[uint32]kvindex.Owner
-	open       map[columnKey]*kvindex.Column
+	open       map[blockSetKey]*kvindex.BlockSet
 	isSweeping bool
 	closed     bool
 }
 
-// columnKey identifies a column: a rank has at most one per tier.
-type columnKey struct {
+// blockSetKey identifies a block set: a rank has at most one per tier.
+type blockSetKey struct {
 	rank uint32
 	tier kvindex.Tier
 }
 
-func newCache(ar *appRouter, columns int) (*cache, error) {
-	index, err := kvindex.New(kvindex.Config{Columns: columns, Bytes: ar.in.limits.IndexBytes})
+func newCache(ar *appRouter, sets int) (*cache, error) {
+	index, err := kvindex.New(kvindex.Config{Sets: sets, Bytes: ar.in.limits.IndexBytes})
 	if err != nil {
 		return nil, err
 	}
 	return &cache{
-		index: index, maxColumns: columns, log: ar.in.log.With(slog.String("app", ar.name)),
-		clock: ar.in.clock, ranks: map[uint32]kvindex.Owner{}, open: map[columnKey]*kvindex.Column{},
+		index: index, maxSets: sets, log: ar.in.log.With(slog.String("app", ar.name)),
+		clock: ar.in.clock, ranks: map[uint32]kvindex.Owner{}, open: map[blockSetKey]*kvindex.BlockSet{},
 	}, nil
 }
 
@@ -72,40 +72,40 @@ func (c *cache) touch(now time.Duration) {
 	}
 }
 
-// beginRank drops what the rank's columns hold: those of this incarnation follow. Records of any other
+// beginRank drops what the rank's block sets hold: those of this incarnation follow. Records of any other
 // incarnation are ignored from now on.
 func (c *cache) beginRank(owner kvindex.Owner) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.closeColumns(owner.Rank)
+	c.closeSets(owner.Rank)
 	c.ranks[owner.Rank] = owner
 }
 
-// endRank drops a rank's columns.
+// endRank drops a rank's block sets.
 func (c *cache) endRank(owner kvindex.Owner) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.ranks[owner.Rank] == owner {
-		c.closeColumns(owner.Rank)
+		c.closeSets(owner.Rank)
 		delete(c.ranks, owner.Rank)
 	}
 }
 
-// clear drops every column, until the ranks are listed again.
+// clear drops every block set, until the ranks are listed again.
 func (c *cache) clear() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for rank := range c.ranks {
-		c.closeColumns(rank)
+		c.closeSets(rank)
 	}
 	clear(c.ranks)
 }
 
-func (c *cache) closeColumns(rank uint32) {
+func (c *cache) closeSets(rank uint32) {
 	for tier := range kvindex.Sent + 1 {
-		if col := c.open[columnKey{rank, tier}]; col != nil {
+		if col := c.open[blockSetKey{rank, tier}]; col != nil {
 			col.Close()
-			delete(c.open, columnKey{rank, tier})
+			delete(c.open, blockSetKey{rank, tier})
 		}
 	}
 	if !c.isSweeping {
@@ -114,7 +114,7 @@ func (c *cache) closeColumns(rank uint32) {
 	}
 }
 
-// sweep frees what closed columns held, step by step.
+// sweep frees what closed block sets held, step by step.
 func (c *cache) sweep() {
 	for more := true; more; {
 		c.mu.Lock()
@@ -133,7 +133,7 @@ func (c *cache) apply(owner kvindex.Owner, rec *msg.Record) {
 	if c.closed || c.ranks[owner.Rank] != rank || owner.Tier > kvindex.Sent {
 		return
 	}
-	at := columnKey{owner.Rank, owner.Tier}
+	at := blockSetKey{owner.Rank, owner.Tier}
 	col := c.open[at]
 	switch {
 	case rec.Kind == msg.RecKVBegin:
@@ -157,7 +157,7 @@ func (c *cache) apply(owner kvindex.Owner, rec *msg.Record) {
 }
 
 // inspect runs f while no record is applied.
-func (c *cache) inspect(f func(held []*kvindex.Column)) {
+func (c *cache) inspect(f func(held []*kvindex.BlockSet)) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	f(slices.Collect(maps.Values(c.open)))

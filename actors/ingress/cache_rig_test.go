@@ -52,7 +52,8 @@ func (f *kvFeed) listTo(s msg.Sink) {
 	}
 }
 
-// kvReplica is a fake DPServer with the contract of a rank's stream: it has its own account and KV columns.
+// kvReplica is a fake DPServer with the contract of a rank's stream: it has its own account and KV block
+// sets.
 type kvReplica struct {
 	feed  *kvFeed
 	id    routing.RankID
@@ -61,7 +62,7 @@ type kvReplica struct {
 	epoch, incarnation, seq, next uint64
 	open                          map[uint64]int // request → tokens
 	index                         *kvindex.Index
-	columns                       map[kvindex.Tier]*kvindex.Column
+	sets                          map[kvindex.Tier]*kvindex.BlockSet
 	now                           time.Duration
 }
 
@@ -70,10 +71,10 @@ func (r *kvReplica) begin(tb testing.TB, epoch, incarnation uint64) {
 	tb.Helper()
 	r.alive, r.epoch, r.incarnation, r.seq = true, epoch, incarnation, 0
 	r.open = map[uint64]int{}
-	r.columns = map[kvindex.Tier]*kvindex.Column{}
+	r.sets = map[kvindex.Tier]*kvindex.BlockSet{}
 	ix, err := kvindex.New(kvindex.Config{
 		Bytes: 64 << 20,
-		OnChange: func(c *kvindex.Column, d kvindex.Delta) {
+		OnChange: func(c *kvindex.BlockSet, d kvindex.Delta) {
 			r.emit(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: c.Owner().Tier, Delta: d}})
 		},
 	})
@@ -97,7 +98,7 @@ func (r *kvReplica) stamp(rec *msg.Record) {
 		fmt.Sprintf("demo/0/%d", r.id.Rank()), r.id, r.epoch, r.incarnation, r.seq
 }
 
-// snapshot sends the whole account and every column, all under one number.
+// snapshot sends the whole account and every block set, all under one number.
 func (r *kvReplica) snapshot(to msg.Sink) {
 	give := func(rec *msg.Record) {
 		r.stamp(rec)
@@ -112,7 +113,7 @@ func (r *kvReplica) snapshot(to msg.Sink) {
 	}
 	give(&msg.Record{Kind: msg.RecSnapshot, Snapshot: s})
 	for tier := range kvindex.Sent + 1 {
-		c := r.columns[tier]
+		c := r.sets[tier]
 		if c == nil {
 			continue
 		}
@@ -124,10 +125,10 @@ func (r *kvReplica) snapshot(to msg.Sink) {
 	}
 }
 
-// column is the replica's column of a tier, begun in the stream with its first use.
-func (r *kvReplica) column(tb testing.TB, tier kvindex.Tier) *kvindex.Column {
+// block set is the replica's block set of a tier, begun in the stream with its first use.
+func (r *kvReplica) blockSet(tb testing.TB, tier kvindex.Tier) *kvindex.BlockSet {
 	tb.Helper()
-	if c := r.columns[tier]; c != nil {
+	if c := r.sets[tier]; c != nil {
 		return c
 	}
 	opt := kvindex.Options{Feed: kvindex.FromDeltas, BlockSize: 16}
@@ -139,7 +140,7 @@ func (r *kvReplica) column(tb testing.TB, tier kvindex.Tier) *kvindex.Column {
 		Incarnation: r.incarnation,
 	}, opt)
 	require.NoError(tb, err)
-	r.columns[tier] = c
+	r.sets[tier] = c
 	r.emit(&msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: tier, BlockSize: c.BlockSize()}})
 	r.emit(&msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: tier}})
 	return c
@@ -169,15 +170,15 @@ func (r *kvReplica) act(tb testing.TB, all [][]uint64) {
 	tier := kvindex.Tier(rnd.IntN(3))
 	switch rnd.IntN(10) {
 	case 0, 1, 2:
-		r.column(tb, kvindex.Sent).Record(chain, r.now)
+		r.blockSet(tb, kvindex.Sent).Record(chain, r.now)
 	case 3, 4:
-		r.column(tb, tier).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: chain})
+		r.blockSet(tb, tier).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: chain})
 	case 5:
 		from := rnd.IntN(len(chain))
-		r.column(tb, tier).Apply(kvindex.Delta{Change: kvindex.Removed, Hashes: chain[from:]})
+		r.blockSet(tb, tier).Apply(kvindex.Delta{Change: kvindex.Removed, Hashes: chain[from:]})
 	case 6:
 		if rnd.IntN(20) == 0 {
-			r.column(tb, tier).Clear()
+			r.blockSet(tb, tier).Clear()
 		}
 	case 7, 8:
 		r.next++
@@ -223,25 +224,25 @@ func newKVRig(tb testing.TB, ranks int, seed uint64, r app.Routing) *kvRig {
 	return g
 }
 
-// columns is what the ingress holds, by rank and tier.
-func (g *kvRig) columns() map[columnKey]kvindex.Column {
-	out := map[columnKey]kvindex.Column{}
-	g.router.inputs().cache.inspect(func(held []*kvindex.Column) {
+// block sets is what the ingress holds, by rank and tier.
+func (g *kvRig) sets() map[blockSetKey]kvindex.BlockSet {
+	out := map[blockSetKey]kvindex.BlockSet{}
+	g.router.inputs().cache.inspect(func(held []*kvindex.BlockSet) {
 		for _, col := range held {
-			out[columnKey{col.Owner().Rank, col.Owner().Tier}] = *col
+			out[blockSetKey{col.Owner().Rank, col.Owner().Tier}] = *col
 		}
 	})
 	return out
 }
 
-// requireEqual compares every column, what look-ups find, and the load.
+// requireEqual compares every block set, what look-ups find, and the load.
 func (g *kvRig) requireEqual(tb testing.TB, all [][]uint64) {
 	tb.Helper()
-	got := g.columns()
+	got := g.sets()
 	view := g.router.router.Load().Snapshot()
 	for _, r := range g.feed.replicas {
-		for tier, want := range r.columns {
-			have, ok := got[columnKey{uint32(r.id), tier}]
+		for tier, want := range r.sets {
+			have, ok := got[blockSetKey{uint32(r.id), tier}]
 			require.True(tb, ok, "rank %s tier %d", r.id, tier)
 			require.True(tb, have.Shown(), "rank %s tier %d is hidden", r.id, tier)
 			require.Equal(tb, want.Owner(), have.Owner())
@@ -257,18 +258,18 @@ func (g *kvRig) requireEqual(tb testing.TB, all [][]uint64) {
 	}
 }
 
-// blocksOf are the hashes of the blocks that a column holds, in order.
-func blocksOf(c *kvindex.Column) (out []uint64) {
+// blocksOf are the hashes of the blocks that a block set holds, in order.
+func blocksOf(c *kvindex.BlockSet) (out []uint64) {
 	c.Snapshot(c.Len(), func(d kvindex.Delta) { out = append(out, d.Hashes...) })
 	slices.Sort(out)
 	return out
 }
 
-// expected is what the replicas' own columns answer; hidden ones are shown for the moment.
-func (g *kvRig) expected(chain []uint64) map[columnKey]int32 {
-	out := map[columnKey]int32{}
+// expected is what the replicas' own block sets answer; hidden ones are shown for the moment.
+func (g *kvRig) expected(chain []uint64) map[blockSetKey]int32 {
+	out := map[blockSetKey]int32{}
 	for _, r := range g.feed.replicas {
-		for _, c := range r.columns {
+		for _, c := range r.sets {
 			c.Show()
 		}
 		for at, n := range found(r.index.Match(chain, nil)) {
@@ -278,11 +279,11 @@ func (g *kvRig) expected(chain []uint64) map[columnKey]int32 {
 	return out
 }
 
-func found(hits []kvindex.Hit) map[columnKey]int32 {
-	out := map[columnKey]int32{}
+func found(hits []kvindex.Hit) map[blockSetKey]int32 {
+	out := map[blockSetKey]int32{}
 	for _, h := range hits {
 		if h.Blocks > 0 {
-			out[columnKey{h.Rank, h.Tier}] = h.Blocks
+			out[blockSetKey{h.Rank, h.Tier}] = h.Blocks
 		}
 	}
 	return out

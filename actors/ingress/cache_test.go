@@ -17,7 +17,7 @@ import (
 var byScore = app.Routing{Policy: "scoring", Preset: "documented", Identity: app.IdentityText}
 
 // TestKV3IndexEqualsReplicasAtRest: whichever side restarts or lists again, the ingress holds exactly the
-// replicas' columns and counts the same load.
+// replicas' block sets and counts the same load.
 func TestKV3IndexEqualsReplicasAtRest(t *testing.T) {
 	all := prompts(40, 60)
 	for seed := range uint64(8) {
@@ -87,9 +87,9 @@ func (g *kvRig) rest(t *testing.T) {
 	g.pass(100 * time.Millisecond)
 }
 
-// TestColumnIsHiddenUntilItsEnd: a column is hidden until its snapshot is complete, and a restarted rank has
-// no hits at once.
-func TestColumnIsHiddenUntilItsEnd(t *testing.T) {
+// TestBlockSetIsHiddenUntilItsEnd: a block set is hidden until its snapshot is complete, and a restarted rank
+// has no hits at once.
+func TestBlockSetIsHiddenUntilItsEnd(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newKVRig(t, 1, 1, byScore)
 		r, chain := g.feed.replicas[0], prompts(1, 10)[0]
@@ -129,7 +129,7 @@ func TestIndexFollowsThePolicy(t *testing.T) {
 			synctest.Wait()
 			return g.router.inputs().cache
 		}
-		g.feed.replicas[0].column(t, kvindex.GPU).Apply(
+		g.feed.replicas[0].blockSet(t, kvindex.GPU).Apply(
 			kvindex.Delta{Change: kvindex.Stored, Hashes: []uint64{1, 2, 3}})
 		made := change(2, 2, "scoring")
 		require.NotNil(t, made)

@@ -28,7 +28,7 @@ func remembers(tb testing.TB, r *replica) {
 	tb.Helper()
 	ix, err := kvindex.New(kvindex.Config{
 		Bytes: 64 << 20,
-		OnChange: func(_ *kvindex.Column, d kvindex.Delta) {
+		OnChange: func(_ *kvindex.BlockSet, d kvindex.Delta) {
 			r.emit(&msg.Record{Kind: msg.RecKV, KV: msg.KV{Tier: kvindex.Sent, Delta: d}})
 		},
 	})

@@ -314,12 +314,12 @@ func (r *policyInputs) chains() bool { return r.needs.Hits || r.needs.Blocks }
 var noPolicyInputs = &policyInputs{}
 
 const (
-	tiers       = int(kvindex.Sent) + 1
-	moreColumns = 64 // beyond two of each, because a replaced column counts until it is swept
+	tiers    = int(kvindex.Sent) + 1
+	moreSets = 64 // beyond two of each, because a replaced block set counts until it is swept
 )
 
-// columnsFor is the number of columns that the index of an application with so many ranks has room for.
-func columnsFor(ranks int) int { return min(2*ranks*tiers+moreColumns, kvindex.MaxColumns) }
+// blockSetsFor is the number of block sets that the index of an application with so many ranks has room for.
+func blockSetsFor(ranks int) int { return min(2*ranks*tiers+moreSets, kvindex.MaxSets) }
 
 // words lists what the policy reads beyond load and prompt length.
 func (r *policyInputs) words() []string {

@@ -134,7 +134,7 @@ func TestKV12LongPromptHitsWhole(t *testing.T) {
 		p.fromTokens(g.router, ids, "")
 		require.Len(t, p.blocks, 4096)
 		for _, r := range g.feed.replicas {
-			r.column(t, kvindex.GPU).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: p.blocks})
+			r.blockSet(t, kvindex.GPU).Apply(kvindex.Delta{Change: kvindex.Stored, Hashes: p.blocks})
 		}
 		synctest.Wait()
 		var q routing.Request

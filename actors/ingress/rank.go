@@ -161,8 +161,8 @@ func (r *rank) cutStreams(cause error) {
 	}
 }
 
-// columnOwner is the key of a rank's column of a tier in the index.
-func (r *rank) columnOwner(tier kvindex.Tier) kvindex.Owner {
+// blockSetOwner is the key of a rank's block set of a tier in the index.
+func (r *rank) blockSetOwner(tier kvindex.Tier) kvindex.Owner {
 	return kvindex.Owner{Rank: uint32(r.ID), Tier: tier, Epoch: r.Epoch, Incarnation: r.Incarnation}
 }
 

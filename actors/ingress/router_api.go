@@ -107,7 +107,7 @@ type blockRun struct {
 	hashes []uint64
 }
 
-// DumpEvents emits the index column by column, as runs of stored blocks; truncated: it holds more than
+// DumpEvents emits the index block set by block set, as runs of stored blocks; truncated: it holds more than
 // maxDump. A run is valid during emit only. Errors are *problem.Error, emit's, and ctx's.
 func (in *Ingress) DumpEvents(ctx context.Context, app string, emit func(*client.Run) error) (
 	truncated bool, err error,
@@ -121,7 +121,7 @@ func (in *Ingress) DumpEvents(ctx context.Context, app string, emit func(*client
 		return false, nil
 	}
 	var chains []blockRun
-	c.inspect(func(held []*kvindex.Column) { chains, truncated = copyColumns(held) })
+	c.inspect(func(held []*kvindex.BlockSet) { chains, truncated = copySets(held) })
 	run := client.Run{}
 	for _, ch := range chains {
 		run.Worker, run.Tier, run.Parent = routing.RankID(ch.owner.Rank).String(), tierNames[ch.owner.Tier],
@@ -143,9 +143,9 @@ func (in *Ingress) DumpEvents(ctx context.Context, app string, emit func(*client
 	return truncated, nil
 }
 
-// copyColumns copies the blocks of visible columns, at most maxDump, which takes some milliseconds.
-func copyColumns(held []*kvindex.Column) (out []blockRun, truncated bool) {
-	slices.SortFunc(held, func(a, b *kvindex.Column) int {
+// copySets copies the blocks of visible block sets, at most maxDump, which takes some milliseconds.
+func copySets(held []*kvindex.BlockSet) (out []blockRun, truncated bool) {
+	slices.SortFunc(held, func(a, b *kvindex.BlockSet) int {
 		x, y := a.Owner(), b.Owner()
 		return cmp.Or(cmp.Compare(x.Rank, y.Rank), cmp.Compare(x.Tier, y.Tier))
 	})

@@ -340,8 +340,8 @@ func TestGenerateEndsWithItsCaller(t *testing.T) {
 		"the engine is left")
 }
 
-// TestResetDropsColumns: columns are hidden at once, and shown again with the ranks' answers.
-func TestResetDropsColumns(t *testing.T) {
+// TestResetDropsBlockSets: block sets are hidden at once, and shown again with the ranks' answers.
+func TestResetDropsBlockSets(t *testing.T) {
 	b := newDecisionRig(t, "kv", nil)
 	var k prompt
 	ids := make([]uint32, 80)

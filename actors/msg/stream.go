@@ -11,9 +11,9 @@ import (
 type RecordKind uint8
 
 // The records. RecGone ends an incarnation's stream. RecKVBegin, any number of RecKV with Stored, and
-// RecKVEnd are the snapshot of one column of the rank's KV cache: they follow a RecSnapshot, carry the number
-// of the record before them, and stand alone where a column begins within a stream. No other RecKV comes
-// between, but records of requests may. Until RecKVEnd the column must not be shown.
+// RecKVEnd are the snapshot of one block set of the rank's KV cache: they follow a RecSnapshot, carry the
+// number of the record before them, and stand alone where a block set begins within a stream. No other RecKV
+// comes between, but records of requests may. Until RecKVEnd the block set must not be shown.
 const (
 	RecSnapshot RecordKind = iota
 	RecAdmitted
@@ -23,9 +23,9 @@ const (
 	RecState
 	RecGone
 	RecStatus  // the engine's own report: Status
-	RecKVBegin // a column starts: KV.Tier, KV.BlockSize
-	RecKV      // blocks entered or left a column: KV.Tier, KV.Delta
-	RecKVEnd   // a column's snapshot is complete: KV.Tier
+	RecKVBegin // a block set starts: KV.Tier, KV.BlockSize
+	RecKV      // blocks entered or left a block set: KV.Tier, KV.Delta
+	RecKVEnd   // a block set's snapshot is complete: KV.Tier
 	// Silent: the rank's node is silent, or is heard again (which a snapshot implies). It is made by the
 	// reader, so it has no number
 	RecSilent
@@ -75,7 +75,8 @@ type RankState struct {
 	Silent   bool // the rank's node is silent
 }
 
-// KV is what a record says about one column of a rank's KV cache. Delta.Hashes is valid during Deliver only.
+// KV is what a record says about one block set of a rank's KV cache. Delta.Hashes is valid during Deliver
+// only.
 type KV struct {
 	Tier      kvindex.Tier
 	BlockSize int           // RecKVBegin: tokens or bytes per block, 0 = not known yet
@@ -93,8 +94,8 @@ type Status struct {
 	LateReads int64
 }
 
-// List asks a DPServer for one RecSnapshot with all KV columns. The sink gets nothing else. Done is closed
-// after the last column; if the DPServer has stopped, it may stay open.
+// List asks a DPServer for one RecSnapshot with all KV block sets. The sink gets nothing else. Done is closed
+// after the last block set; if the DPServer has stopped, it may stay open.
 type List struct {
 	Sink Sink
 	Done chan struct{}
@@ -131,10 +132,10 @@ type OpenRequest struct {
 type Sink interface{ Deliver(r *Record) }
 
 // Feed is the source of the streams of all ranks that a node knows: list, then watch. A subscriber gets one
-// RecSnapshot per live rank with its KV columns, then every record; a rank that starts later begins with its
-// snapshot. cancel returns after the last Deliver.
+// RecSnapshot per live rank with its KV block sets, then every record; a rank that starts later begins with
+// its snapshot. cancel returns after the last Deliver.
 type Feed interface {
 	Subscribe(s Sink) (cancel func())
-	// List sends a sink that has subscribed every rank's snapshot and KV columns again.
+	// List sends a sink that has subscribed every rank's snapshot and KV block sets again.
 	List(s Sink)
 }

@@ -120,7 +120,7 @@ func TestLinksCloseWithoutAWarning(t *testing.T) {
 	})
 }
 
-// TestLargeSnapshots: columns and open requests of many messages, requested by several ingresses at once.
+// TestLargeSnapshots: block sets and open requests of many messages, requested by several ingresses at once.
 func TestLargeSnapshots(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
@@ -262,7 +262,7 @@ func TestWrongStreams(t *testing.T) {
 }
 
 // TestAnyHistory: whatever the ranks and the network do, at rest every ingress holds every rank's own
-// account, and its KV columns block for block.
+// account, and its KV block sets block for block.
 func TestAnyHistory(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		script := rapid.SliceOfN(rapid.Custom(drawEvent), 1, 40).Draw(rt, "script")
@@ -369,7 +369,7 @@ func (w *workerNode) applyToRank(e scriptEvent, r *fakeRank, number uint64) {
 		})
 	case 8: // after a panic: same incarnation, nothing in hand
 		r.do(func() {
-			r.open, r.columns = map[uint64]msg.OpenRequest{}, map[kvindex.Tier]map[uint64]bool{}
+			r.open, r.sets = map[uint64]msg.OpenRequest{}, map[kvindex.Tier]map[uint64]bool{}
 			r.publish()
 		})
 	case 9:

@@ -26,7 +26,7 @@ import (
 	"github.com/dpserve/dpserve/test/memnet"
 )
 
-// fakeRank is a DPServer: an actor with an account, KV columns and a stream.
+// fakeRank is a DPServer: an actor with an account, KV block sets and a stream.
 type fakeRank struct {
 	hub  *msg.Hub
 	node string
@@ -40,7 +40,7 @@ type fakeRank struct {
 	seq       uint64
 	accepting bool
 	open      map[uint64]msg.OpenRequest
-	columns   map[kvindex.Tier]map[uint64]bool
+	sets      map[kvindex.Tier]map[uint64]bool
 	got       []any // posted
 	lists     int   // that other nodes have asked for
 	ended     bool
@@ -50,7 +50,7 @@ func startRank(hub *msg.Hub, node string, id identity) *fakeRank {
 	r := &fakeRank{
 		hub: hub, node: node, id: id, work: make(chan func(), 1<<16), quit: make(chan struct{}),
 		done: make(chan struct{}), accepting: true,
-		open: map[uint64]msg.OpenRequest{}, columns: map[kvindex.Tier]map[uint64]bool{},
+		open: map[uint64]msg.OpenRequest{}, sets: map[kvindex.Tier]map[uint64]bool{},
 	}
 	go func() {
 		defer close(r.done)
@@ -161,9 +161,9 @@ func (r *fakeRank) snapshot(sub msg.Sink) {
 		Target:  msg.Target{URL: "http://127.0.0.1:1", Addressing: "url"},
 		Mailbox: r, Open: slices.Collect(maps.Values(r.open)),
 	}})
-	for tier, column := range r.columns {
+	for tier, blockSet := range r.sets {
 		give(msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: tier, BlockSize: 16}})
-		hashes := slices.Collect(maps.Keys(column))
+		hashes := slices.Collect(maps.Keys(blockSet))
 		for part := range slices.Chunk(hashes, maxHashes) {
 			give(msg.Record{
 				Kind: msg.RecKV,
@@ -186,15 +186,15 @@ func (r *fakeRank) finish(id uint64) {
 	r.emit(msg.Record{Kind: msg.RecDone, ReqID: id, Ingress: o.Ingress, Tokens: o.Tokens})
 }
 
-// store puts blocks into a column.
+// store puts blocks into a block set.
 func (r *fakeRank) store(tier kvindex.Tier, hashes ...uint64) {
-	if r.columns[tier] == nil {
-		r.columns[tier] = map[uint64]bool{}
+	if r.sets[tier] == nil {
+		r.sets[tier] = map[uint64]bool{}
 		r.emit(msg.Record{Kind: msg.RecKVBegin, KV: msg.KV{Tier: tier, BlockSize: 16}})
 		r.emit(msg.Record{Kind: msg.RecKVEnd, KV: msg.KV{Tier: tier}})
 	}
 	for _, h := range hashes {
-		r.columns[tier][h] = true
+		r.sets[tier][h] = true
 	}
 	for part := range slices.Chunk(hashes, maxHashes) {
 		r.emit(msg.Record{
@@ -205,11 +205,11 @@ func (r *fakeRank) store(tier kvindex.Tier, hashes ...uint64) {
 }
 
 func (r *fakeRank) remove(tier kvindex.Tier, hashes ...uint64) {
-	if r.columns[tier] == nil {
+	if r.sets[tier] == nil {
 		return
 	}
 	for _, h := range hashes {
-		delete(r.columns[tier], h)
+		delete(r.sets[tier], h)
 	}
 	r.emit(msg.Record{
 		Kind: msg.RecKV,
@@ -224,7 +224,7 @@ type rankView struct {
 	seq               uint64
 	accepting, fenced bool
 	open              map[uint64]msg.OpenRequest
-	columns           map[kvindex.Tier]map[uint64]bool
+	sets              map[kvindex.Tier]map[uint64]bool
 	silent            bool
 	box               msg.Mailbox
 }
@@ -282,8 +282,8 @@ func (r *reader) begin(p *rankView, id identity, rec *msg.Record) {
 	}
 	next := &rankView{
 		id: id, node: rec.Snapshot.Node, seq: rec.Seq, accepting: rec.Snapshot.Accepting,
-		open:    map[uint64]msg.OpenRequest{},
-		columns: map[kvindex.Tier]map[uint64]bool{}, box: rec.Snapshot.Mailbox,
+		open: map[uint64]msg.OpenRequest{},
+		sets: map[kvindex.Tier]map[uint64]bool{}, box: rec.Snapshot.Mailbox,
 	}
 	for _, o := range rec.Snapshot.Open {
 		next.open[o.ReqID] = o
@@ -300,13 +300,13 @@ func (p *rankView) apply(rec *msg.Record) {
 	case msg.RecState:
 		p.accepting, p.fenced = rec.Accepting, rec.Fenced
 	case msg.RecKVBegin:
-		p.columns[tier] = map[uint64]bool{}
+		p.sets[tier] = map[uint64]bool{}
 	case msg.RecKV:
 		for _, h := range rec.KV.Delta.Hashes {
-			if rec.KV.Delta.Change == kvindex.Stored && p.columns[tier] != nil {
-				p.columns[tier][h] = true
+			if rec.KV.Delta.Change == kvindex.Stored && p.sets[tier] != nil {
+				p.sets[tier][h] = true
 			} else {
-				delete(p.columns[tier], h)
+				delete(p.sets[tier], h)
 			}
 		}
 	default: // not part of the view
@@ -364,7 +364,7 @@ func (r *reader) assertEqual(t assert.TestingT, rank *fakeRank) {
 		assert.Equal(t, rank.seq, p.seq)
 		assert.Equal(t, rank.accepting, p.accepting)
 		assert.Equal(t, rank.open, p.open)
-		assert.Equal(t, rank.columns, p.columns)
+		assert.Equal(t, rank.sets, p.sets)
 		assert.False(t, p.silent)
 		assert.Zero(t, r.gaps)
 	})

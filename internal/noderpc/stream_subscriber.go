@@ -86,7 +86,7 @@ func (sub *subscriber) isFull() bool {
 	return sub.listBytes > listAhead
 }
 
-// Deliver implements msg.Sink: a rank's snapshot, or a part of its columns.
+// Deliver implements msg.Sink: a rank's snapshot, or a part of its block sets.
 func (sub *subscriber) Deliver(rec *msg.Record) {
 	s := sub.server
 	s.mu.Lock()

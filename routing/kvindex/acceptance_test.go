@@ -10,16 +10,16 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// stream is a replica's column and the records it sends, numbered from 1.
+// stream is a replica's block set and the records it sends, numbered from 1.
 type stream struct {
 	ix      *Index
-	c       *Column
+	c       *BlockSet
 	records []Delta
 }
 
 func newStream(t *testing.T) *stream {
 	s := &stream{}
-	s.ix = newIndex(t, Config{OnChange: func(_ *Column, d Delta) {
+	s.ix = newIndex(t, Config{OnChange: func(_ *BlockSet, d Delta) {
 		s.records = append(s.records, Delta{d.Change, d.Parent, slices.Clone(d.Hashes)})
 	}})
 	s.c = open(t, s.ix, 3, FromEvents)
@@ -56,7 +56,7 @@ type reader struct {
 	t         *testing.T
 	from      *stream
 	ix        *Index
-	c         *Column
+	c         *BlockSet
 	last      int
 	snapshots int
 }
@@ -163,15 +163,15 @@ func TestSnapshotPlusLaterDeltasEqualsTheWholeStream(t *testing.T) {
 func TestClearedEmptiesOneRank(t *testing.T) {
 	ix := newIndex(t, Config{})
 	ids := count(160)
-	var columns []*Column
+	var sets []*BlockSet
 	for rank := range uint32(4) {
 		c := open(t, ix, rank, FromEvents)
 		c.Stored(testHasher, event(ids, 16, int(rank)))
-		columns = append(columns, c)
+		sets = append(sets, c)
 	}
-	columns[2].Clear()
+	sets[2].Clear()
 	assert.Equal(t, map[uint32]int{0: 10, 1: 10, 2: 0, 3: 10}, hitsOf(ix, chain(ids, 16)))
-	columns[2].Stored(testHasher, event(ids[:32], 16, 2))
+	sets[2].Stored(testHasher, event(ids[:32], 16, 2))
 	assert.Equal(t, 2, hitsOf(ix, chain(ids, 16))[2], "the engine goes on after a clear")
 	for ix.Sweep(10) {
 	}
@@ -260,11 +260,11 @@ func TestKV7OnlyFullAttentionCounts(t *testing.T) {
 // kv11 is 8 engines with prompts of 20,000 tokens, 4,000 of them the same system prompt, several times what
 // the cap holds.
 type kv11 struct {
-	ix      *Index
-	columns []*Column
-	live    [][]int // prompts that each engine holds: 40, the oldest goes
-	ids     []uint32
-	names   []Handle
+	ix    *Index
+	sets  []*BlockSet
+	live  [][]int // prompts that each engine holds: 40, the oldest goes
+	ids   []uint32
+	names []Handle
 }
 
 const (
@@ -290,8 +290,8 @@ func (k *kv11) store(n int) {
 	for i := kv11System * 16; i < len(k.ids); i++ {
 		k.ids[i] = uint32(n<<16 | i)
 	}
-	rank := n % len(k.columns)
-	c := k.columns[rank]
+	rank := n % len(k.sets)
+	c := k.sets[rank]
 	c.Stored(testHasher, &StoredEvent{Root: rootOf(16), Blocks: k.handles(n), Tokens: k.ids, BlockSize: 16})
 	if k.live[rank] = append(k.live[rank], n); len(k.live[rank]) > 40 {
 		c.Removed(0, k.handles(k.live[rank][0]))
@@ -310,7 +310,7 @@ func TestKV11TheCapHolds(t *testing.T) {
 	before := heap()
 	k.ix = newIndex(t, Config{Bytes: kv11Cap})
 	for rank := range uint32(8) {
-		k.columns = append(k.columns, open(t, k.ix, rank, FromEvents))
+		k.sets = append(k.sets, open(t, k.ix, rank, FromEvents))
 	}
 	for n := range prompts {
 		k.ix.Advance(time.Duration(n+1) * time.Second)
@@ -330,7 +330,7 @@ func TestKV11TheCapHolds(t *testing.T) {
 	assert.Zero(t, testing.AllocsPerRun(100, func() { hits = k.ix.Match(full, hits[:0]) }),
 		"a look-up at the cap costs no memory, as below it")
 	verify(t, k.ix)
-	for rank, c := range k.columns {
+	for rank, c := range k.sets {
 		for _, n := range k.live[rank] {
 			c.Removed(0, k.handles(n))
 		}
@@ -398,7 +398,7 @@ func TestKV12OtherSaltsShareNothing(t *testing.T) {
 // (dpserver), fuzz targets of kvindex and kvevents.
 func TestKV13HostileEventsAreDroppedAndCounted(t *testing.T) {
 	ids := count(64)
-	good := func(ix *Index) *Column {
+	good := func(ix *Index) *BlockSet {
 		c := open(t, ix, 0, FromEvents)
 		c.Stored(testHasher, event(ids, 16, 1)) // blocks 1000…1003
 		return c

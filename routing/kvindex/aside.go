@@ -25,7 +25,7 @@ type turn struct {
 }
 
 const (
-	maxAside   = 4096 // blocks per column
+	maxAside   = 4096 // blocks per block set
 	asideBytes = 256  // charged per block: three maps and the order
 )
 

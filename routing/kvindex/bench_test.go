@@ -26,14 +26,14 @@ func benchRoot() uint64 {
 
 type bench struct {
 	ix      *Index
-	columns []*Column
+	sets    []*BlockSet
 	ids     [][]uint32
 	events  []StoredEvent // by chain
 	perHeap float64       // heap bytes per block, handles included
 }
 
-// newBench fills an index of ranks columns with about 1M blocks; wide chains have their first half on every
-// rank when everywhere is set.
+// newBench fills an index of ranks block sets with about 1M blocks; wide chains have their first half on
+// every rank when everywhere is set.
 func newBench(tb testing.TB, ranks, chains int, everywhere bool, feed Feed) *bench {
 	b := &bench{}
 	r := rand.New(rand.NewPCG(1, 2))
@@ -52,13 +52,13 @@ func newBench(tb testing.TB, ranks, chains int, everywhere bool, feed Feed) *ben
 		b.ids, b.events = append(b.ids, ids), append(b.events, ev)
 	}
 	before := heap()
-	ix, err := New(Config{Columns: ranks, Bytes: 4 << 30})
+	ix, err := New(Config{Sets: ranks, Bytes: 4 << 30})
 	require.NoError(tb, err)
 	b.ix = ix
 	for i := range ranks {
 		c, err := ix.Open(Owner{Rank: uint32(i), Epoch: 1}, Options{Feed: feed, Shown: true})
 		require.NoError(tb, err)
-		b.columns = append(b.columns, c)
+		b.sets = append(b.sets, c)
 	}
 	var hashes []uint64
 	for i := range b.events {
@@ -67,7 +67,7 @@ func newBench(tb testing.TB, ranks, chains int, everywhere bool, feed Feed) *ben
 			continue
 		}
 		hashes = benchHasher.Tokens(hashes[:0], benchRoot(), b.ids[i], benchBlock, nil)
-		for k, c := range b.columns {
+		for k, c := range b.sets {
 			if k == i%ranks {
 				c.Apply(Delta{Change: Stored, Hashes: hashes})
 			} else if everywhere {
@@ -83,8 +83,8 @@ func newBench(tb testing.TB, ranks, chains int, everywhere bool, feed Feed) *ben
 func (b *bench) store(i int, everywhere bool) {
 	half := b.events[i]
 	half.Blocks, half.Tokens = half.Blocks[:benchHalf], half.Tokens[:benchHalf*benchBlock]
-	for k, c := range b.columns {
-		if k == i%len(b.columns) {
+	for k, c := range b.sets {
+		if k == i%len(b.sets) {
 			c.Stored(benchHasher, &b.events[i])
 		} else if everywhere {
 			c.Stored(benchHasher, &half)
@@ -116,7 +116,7 @@ func (b *bench) prompts(matched int) [][]uint32 {
 func (b *bench) lookup(tb *testing.B, matched int) {
 	prompts := b.prompts(matched)
 	hashes := make([]uint64, 0, benchPrompt)
-	out := make([]Hit, 0, len(b.columns))
+	out := make([]Hit, 0, len(b.sets))
 	root := benchRoot()
 	i := 0
 	runtime.LockOSThread()
@@ -173,7 +173,7 @@ func BenchmarkApply(b *testing.B) {
 	for b.Loop() {
 		i := order[n%len(order)]
 		n++
-		ev, c := &x.events[i], x.columns[i%8]
+		ev, c := &x.events[i], x.sets[i%8]
 		t0 := cpu()
 		c.Removed(0, ev.Blocks)
 		t1 := cpu()

@@ -31,14 +31,15 @@ func indexed(kind string) bool {
 	}
 }
 
-// maxGroups bounds the attention groups of a column that are remembered as left out; models have a handful.
+// maxGroups bounds the attention groups of a block set that are remembered as left out; models have a
+// handful.
 const maxGroups = 64
 
 // Stored applies a BlockStored: hashes are computed from the tokens, the engine's own are handles. Blocks
 // count per physical copy: each further Stored of a block needs a further Removed. An event that is malformed
 // or contradicts itself is dropped whole and counted. Blocks behind an unknown parent are kept aside until it
 // is stored. FromEvents.
-func (c *Column) Stored(h Hasher, ev *StoredEvent) {
+func (c *BlockSet) Stored(h Hasher, ev *StoredEvent) {
 	if !c.usable(FromEvents) || !c.isValid(ev) {
 		return
 	}
@@ -57,7 +58,7 @@ func (c *Column) Stored(h Hasher, ev *StoredEvent) {
 }
 
 // isValid checks an event without its context and counts its fault.
-func (c *Column) isValid(ev *StoredEvent) bool {
+func (c *BlockSet) isValid(ev *StoredEvent) bool {
 	n := &c.ix.counters
 	switch {
 	case !c.groupIndexed(ev.Group, ev.Kind):
@@ -80,7 +81,7 @@ func (c *Column) isValid(ev *StoredEvent) bool {
 
 // groupIndexed reports whether a group is indexed, and remembers those that are not: removals do not name the
 // kind.
-func (c *Column) groupIndexed(group int, kind string) bool {
+func (c *BlockSet) groupIndexed(group int, kind string) bool {
 	if indexed(kind) {
 		_, out := c.filtered[group]
 		return !out
@@ -96,7 +97,7 @@ func (c *Column) groupIndexed(group int, kind string) bool {
 
 // attach stores the event's blocks from at on behind up, whose hash is prev. If a block is known under
 // another parent, the whole event is undone.
-func (c *Column) attach(h Hasher, ev *StoredEvent, at int, prev uint64, up slot) {
+func (c *BlockSet) attach(h Hasher, ev *StoredEvent, at int, prev uint64, up slot) {
 	ix := c.ix
 	ix.scratch = ev.hashes(h, ix.scratch[:0], at, prev)
 	c.prefetchStore(ev.Blocks[at:], ix.scratch)
@@ -144,7 +145,7 @@ const (
 )
 
 // retain stores one block: 1 + more copies under a handle. On success it is pinned.
-func (c *Column) retain(name Handle, hash uint64, up slot, more uint32) (slot, retainResult) {
+func (c *BlockSet) retain(name Handle, hash uint64, up slot, more uint32) (slot, retainResult) {
 	ix := c.ix
 	r := c.handles.find(name)
 	if r != nil && c.fresh(r) {
@@ -184,18 +185,18 @@ func (c *Column) retain(name Handle, hash uint64, up slot, more uint32) (slot, r
 
 // addCopies counts n more copies of a block, unless the engine is known to store blocks again without
 // removing them.
-func (c *Column) addCopies(name Handle, n uint32) {
+func (c *BlockSet) addCopies(name Handle, n uint32) {
 	if !c.once {
 		c.side.copies.add(c.ix, name, n)
 	}
 }
 
-// LimitCopies compares the column with the number of blocks that its engine has; cleared reports that it
-// emptied the column. An engine that reported more copies than it has blocks stores some of them again
+// LimitCopies compares the block set with the number of blocks that its engine has; cleared reports that it
+// emptied the block set. An engine that reported more copies than it has blocks stores some of them again
 // without having removed them (vLLM does when a request asks it to report whole prompts). Each removal
 // removes one copy, so evicted blocks would stay for ever. From then on a block that is stored again counts
 // once. FromEvents.
-func (c *Column) LimitCopies(blocks int) (cleared bool) {
+func (c *BlockSet) LimitCopies(blocks int) (cleared bool) {
 	if c.once || blocks <= 0 || c.count+c.side.copies.n+c.side.aliases.n <= blocks || !c.usable(FromEvents) {
 		return false
 	}
@@ -206,7 +207,7 @@ func (c *Column) LimitCopies(blocks int) (cleared bool) {
 }
 
 // Removed applies a BlockRemoved: it removes one physical copy of each block. FromEvents.
-func (c *Column) Removed(group int, blocks []Handle) {
+func (c *BlockSet) Removed(group int, blocks []Handle) {
 	if !c.usable(FromEvents) {
 		return
 	}
@@ -218,14 +219,14 @@ func (c *Column) Removed(group int, blocks []Handle) {
 }
 
 // removeAll removes a copy of each block, the last block first.
-func (c *Column) removeAll(blocks []Handle) {
+func (c *BlockSet) removeAll(blocks []Handle) {
 	c.prefetchRemove(blocks)
 	for i := len(blocks) - 1; i >= 0; i-- {
 		c.removeCopy(blocks[i])
 	}
 }
 
-func (c *Column) removeCopy(name Handle) {
+func (c *BlockSet) removeCopy(name Handle) {
 	seg, i := c.handles.locate(name)
 	if i < 0 {
 		if !c.aside.remove(c.ix, name, c.once) {
@@ -250,7 +251,7 @@ func (c *Column) removeCopy(name Handle) {
 // setAside keeps the event's blocks, whose parent is unknown, until the parent is stored. It stops at a block
 // that is held; the chain continues there, at index at behind slot up. up is none if all blocks were kept or
 // the event was dropped.
-func (c *Column) setAside(h Hasher, ev *StoredEvent) (at int, up slot) {
+func (c *BlockSet) setAside(h Hasher, ev *StoredEvent) (at int, up slot) {
 	if slices.Contains(ev.Blocks, c.aside.top(ev.Parent)) {
 		c.ix.counters.Cycle++
 		return 0, none
@@ -279,7 +280,7 @@ func (c *Column) setAside(h Hasher, ev *StoredEvent) (at int, up slot) {
 }
 
 // attachAside stores the blocks that waited for these blocks, and recursively those that waited for them.
-func (c *Column) attachAside(h Hasher, blocks []Handle) {
+func (c *BlockSet) attachAside(h Hasher, blocks []Handle) {
 	if len(c.aside.blocks) == 0 {
 		return
 	}
@@ -296,7 +297,7 @@ func (c *Column) attachAside(h Hasher, blocks []Handle) {
 }
 
 // attachOne stores a block that waited for parent, if that is held now.
-func (c *Column) attachOne(h Hasher, parent, b Handle) bool {
+func (c *BlockSet) attachOne(h Hasher, parent, b Handle) bool {
 	ix := c.ix
 	up := c.resolve(parent)
 	if up == none {
@@ -314,9 +315,9 @@ func (c *Column) attachOne(h Hasher, parent, b Handle) bool {
 }
 
 // A record holds the blocks of every prompt that was routed and has not expired. Only a prompt's last block,
-// its end, has an expiry (Column.ends); the blocks in front of it are held because a block behind them is. So
-// renewing a known prompt costs a few look-ups, however long it is. A held block without a held child is an
-// end.
+// its end, has an expiry (BlockSet.ends); the blocks in front of it are held because a block behind them is.
+// So renewing a known prompt costs a few look-ups, however long it is. A held block without a held child is
+// an end.
 
 // Recorded is what one Record did.
 type Recorded struct {
@@ -326,7 +327,7 @@ type Recorded struct {
 
 // Record counts a routed prompt's blocks as cached on the rank for Options.TTL from now; each routing renews
 // them. Over Options.Capacity the least recently recorded blocks are dropped. FromRecords.
-func (c *Column) Record(hashes []uint64, now time.Duration) Recorded {
+func (c *BlockSet) Record(hashes []uint64, now time.Duration) Recorded {
 	if !c.usable(FromRecords) || len(hashes) == 0 {
 		return Recorded{}
 	}
@@ -347,7 +348,7 @@ func (c *Column) Record(hashes []uint64, now time.Duration) Recorded {
 
 // Withdraw undoes a Record whose request was not served: it drops all blocks behind the first keep that no
 // other recorded prompt contains. at is the Record's Recorded.At. FromRecords.
-func (c *Column) Withdraw(hashes []uint64, keep int, at time.Duration) {
+func (c *BlockSet) Withdraw(hashes []uint64, keep int, at time.Duration) {
 	if !c.usable(FromRecords) {
 		return
 	}
@@ -369,35 +370,35 @@ func (c *Column) Withdraw(hashes []uint64, keep int, at time.Duration) {
 
 // Trim drops the n least recently recorded blocks, because the engine evicted as many of its own.
 // FromRecords.
-func (c *Column) Trim(n int) {
+func (c *BlockSet) Trim(n int) {
 	if c.usable(FromRecords) {
 		c.trimTo(max(0, c.count-n))
 	}
 }
 
 // SetCapacity changes Options.Capacity; 0 is no bound. FromRecords.
-func (c *Column) SetCapacity(blocks int) {
+func (c *BlockSet) SetCapacity(blocks int) {
 	if c.opt.Capacity = max(0, blocks); c.opt.Capacity > 0 && c.usable(FromRecords) {
 		c.trimTo(c.opt.Capacity)
 	}
 }
 
 // Expires returns the time at which the first record may expire; false if there is none.
-func (c *Column) Expires() (at time.Duration, ok bool) {
+func (c *BlockSet) Expires() (at time.Duration, ok bool) {
 	if len(c.prompts) == 0 {
 		return 0, false
 	}
 	return c.prompts[0].at, true
 }
 
-// Holds reports whether the column holds the block.
-func (c *Column) Holds(hash uint64) bool {
+// Holds reports whether the block set holds the block.
+func (c *BlockSet) Holds(hash uint64) bool {
 	s := c.ix.table.find(&c.ix.pool, hash)
 	return s != none && c.has(s)
 }
 
-// depth is the number of leading blocks that the column holds.
-func (c *Column) depth(hashes []uint64) int {
+// depth is the number of leading blocks that the block set holds.
+func (c *BlockSet) depth(hashes []uint64) int {
 	if c.orphans == 0 { // closed under prefixes
 		return sort.Search(len(hashes), func(i int) bool { return !c.Holds(hashes[i]) })
 	}
@@ -410,7 +411,7 @@ func (c *Column) depth(hashes []uint64) int {
 
 // extend adds the blocks behind the first held ones and returns the last one that is held; none if there is
 // none.
-func (c *Column) extend(hashes []uint64, held int) slot {
+func (c *BlockSet) extend(hashes []uint64, held int) slot {
 	ix, last := c.ix, none
 	if held > 0 {
 		last = ix.table.find(&ix.pool, hashes[held-1])
@@ -432,12 +433,12 @@ func (c *Column) extend(hashes []uint64, held int) slot {
 }
 
 // isUnneeded reports whether s is held without a reason: it is no end, and no child is held.
-func (c *Column) isUnneeded(s slot) bool {
+func (c *BlockSet) isUnneeded(s slot) bool {
 	return s >= firstSlot && c.has(s) && !c.isEnd(s) && !c.ix.holdsChild(s, c.bit)
 }
 
-// leaveRecord removes s from the column and returns its parent.
-func (c *Column) leaveRecord(s slot) (up slot) {
+// leaveRecord removes s from the block set and returns its parent.
+func (c *BlockSet) leaveRecord(s slot) (up slot) {
 	up = c.ix.cold(s).parent
 	c.release(s, c.ix.hash(s))
 	return up
@@ -445,7 +446,7 @@ func (c *Column) leaveRecord(s slot) (up slot) {
 
 // chargeEnd charges the bytes of one more prompt with an end of its own; if the cap leaves no room, it drops
 // the oldest prompts.
-func (c *Column) chargeEnd() bool {
+func (c *BlockSet) chargeEnd() bool {
 	if !c.chargePrompt() {
 		return false
 	}
@@ -461,7 +462,7 @@ func (c *Column) chargeEnd() bool {
 }
 
 // setEnd makes s the end of a prompt that expires at the given time. chargeEnd has charged for it.
-func (c *Column) setEnd(s slot, at time.Duration) {
+func (c *BlockSet) setEnd(s slot, at time.Duration) {
 	if s == none || !c.has(s) {
 		c.refund(promptBytes + endBytes)
 		return
@@ -478,7 +479,7 @@ func (c *Column) setEnd(s slot, at time.Duration) {
 
 // addEndAbove makes s, the parent of a dropped end, an end that expires at the given time, if nothing else
 // needs s. Without room for the end it drops s and goes on with its parent.
-func (c *Column) addEndAbove(s slot, at time.Duration) {
+func (c *BlockSet) addEndAbove(s slot, at time.Duration) {
 	for c.isUnneeded(s) {
 		if c.chargeEnd() {
 			if c.isUnneeded(s) {
@@ -494,7 +495,7 @@ func (c *Column) addEndAbove(s slot, at time.Duration) {
 
 // shortenOldestPrompt drops the blocks of the oldest prompt that no other prompt contains, the last block
 // first. If n is not negative, it drops at most n blocks, and the prompt keeps the rest.
-func (c *Column) shortenOldestPrompt(n int) {
+func (c *BlockSet) shortenOldestPrompt(n int) {
 	p := c.prompts[0]
 	s := p.leaf
 	if at, ok := c.ends[s]; !ok || at != p.at || c.ix.hash(s) != p.hash {
@@ -517,7 +518,7 @@ func (c *Column) shortenOldestPrompt(n int) {
 }
 
 // trimTo drops the least recently recorded blocks until n are left.
-func (c *Column) trimTo(n int) {
+func (c *BlockSet) trimTo(n int) {
 	for c.count > n && len(c.prompts) > 0 {
 		c.shortenOldestPrompt(c.count - n)
 	}
@@ -526,28 +527,28 @@ func (c *Column) trimTo(n int) {
 const (
 	endBytes    = 56      // charged per end of a prompt
 	promptBytes = 32      // charged per prompt
-	maxPrompts  = 1 << 18 // per column; beyond it the oldest expires early
+	maxPrompts  = 1 << 18 // per block set; beyond it the oldest expires early
 )
 
 // isEnd reports whether a recorded prompt ends with s.
-func (c *Column) isEnd(s slot) bool {
+func (c *BlockSet) isEnd(s slot) bool {
 	_, ok := c.ends[s]
 	return ok
 }
 
-func (c *Column) removeEnd(s slot) {
+func (c *BlockSet) removeEnd(s slot) {
 	delete(c.ends, s)
 	c.refund(endBytes)
 }
 
 // refund gives back what was charged for prompts and their ends.
-func (c *Column) refund(bytes int) {
+func (c *BlockSet) refund(bytes int) {
 	c.endFee -= bytes
 	c.ix.charge -= bytes
 }
 
 // chargePrompt charges the bytes of one more prompt; if the cap leaves no room, it drops the oldest prompt.
-func (c *Column) chargePrompt() bool {
+func (c *BlockSet) chargePrompt() bool {
 	if len(c.prompts) >= maxPrompts {
 		c.dropOldestPrompt()
 	}
@@ -562,7 +563,7 @@ func (c *Column) chargePrompt() bool {
 }
 
 // addPrompt inserts p behind the prompts that expire no later. chargePrompt has charged for it.
-func (c *Column) addPrompt(p prompt) {
+func (c *BlockSet) addPrompt(p prompt) {
 	n := len(c.prompts)
 	i := n
 	if n > 0 && c.prompts[n-1].at > p.at {
@@ -572,21 +573,21 @@ func (c *Column) addPrompt(p prompt) {
 }
 
 // expire drops the prompts whose time is over.
-func (c *Column) expire(now time.Duration) {
+func (c *BlockSet) expire(now time.Duration) {
 	for len(c.prompts) > 0 && c.prompts[0].at <= now {
 		c.dropOldestPrompt()
 	}
 }
 
 // dropOldestPrompt drops the oldest prompt, if there is one.
-func (c *Column) dropOldestPrompt() {
+func (c *BlockSet) dropOldestPrompt() {
 	if len(c.prompts) > 0 {
 		c.shortenOldestPrompt(-1)
 	}
 }
 
 // popPrompt removes the oldest prompt from the list.
-func (c *Column) popPrompt() {
+func (c *BlockSet) popPrompt() {
 	c.prompts = c.prompts[1:]
 	c.refund(promptBytes)
 }

@@ -61,7 +61,7 @@ func (t *tape) event() *StoredEvent {
 }
 
 // FuzzIndexOps: whatever is applied, in whatever order, nothing panics, every count stays right, the cap
-// holds, and look-ups equal a scan of each column.
+// holds, and look-ups equal a scan of each block set.
 func FuzzIndexOps(f *testing.F) {
 	f.Add([]byte("\x00\x01\x02\x03stored, removed, cleared"))
 	f.Add([]byte{0, 0, 1, 0, 3, 1, 2, 3, 4, 0, 0, 0, 5, 1, 2, 6, 7, 8, 9})
@@ -71,21 +71,21 @@ func FuzzIndexOps(f *testing.F) {
 
 func fuzzOne(t *testing.T, data []byte) {
 	in := &tape{rest: data[:min(len(data), 4096)]}
-	ix := newIndex(t, Config{OnChange: func(*Column, Delta) {}})
+	ix := newIndex(t, Config{OnChange: func(*BlockSet, Delta) {}})
 	small(ix, 1+in.n(2))
-	var columns []*Column
+	var sets []*BlockSet
 	for i, feed := range []Feed{FromEvents, FromDeltas, FromRecords, FromEvents} {
 		c, err := ix.Open(Owner{Rank: uint32(i)}, Options{Feed: feed, Shown: true, Capacity: 9})
 		require.NoError(t, err)
-		columns = append(columns, c)
+		sets = append(sets, c)
 	}
 	now := time.Duration(0)
 	for in.more() {
-		apply(t, ix, columns, in, &now)
+		apply(t, ix, sets, in, &now)
 	}
 	checkAgainstScan(t, ix)
 	verify(t, ix)
-	for _, c := range columns {
+	for _, c := range sets {
 		copied := newIndex(t, Config{})
 		if c.bit < 0 {
 			continue
@@ -98,9 +98,9 @@ func fuzzOne(t *testing.T, data []byte) {
 	}
 }
 
-func apply(t *testing.T, ix *Index, columns []*Column, in *tape, now *time.Duration) {
-	k := in.n(len(columns))
-	c := columns[k]
+func apply(t *testing.T, ix *Index, sets []*BlockSet, in *tape, now *time.Duration) {
+	k := in.n(len(sets))
+	c := sets[k]
 	switch in.n(14) {
 	case 0, 1, 2:
 		c.Stored(testHasher, in.event())
@@ -125,12 +125,12 @@ func apply(t *testing.T, ix *Index, columns []*Column, in *tape, now *time.Durat
 			ix.evict()
 		}
 	default:
-		restart(t, ix, columns, k, in)
+		restart(t, ix, sets, k, in)
 	}
 }
 
-func restart(t *testing.T, ix *Index, columns []*Column, k int, in *tape) {
-	c := columns[k]
+func restart(t *testing.T, ix *Index, sets []*BlockSet, k int, in *tape) {
+	c := sets[k]
 	switch in.n(3) {
 	case 0:
 		c.Clear()
@@ -141,7 +141,7 @@ func restart(t *testing.T, ix *Index, columns []*Column, k int, in *tape) {
 		opt.Shown = true
 		c, err := ix.Open(c.Owner(), opt)
 		require.NoError(t, err)
-		columns[k] = c
+		sets[k] = c
 	}
 }
 
@@ -159,7 +159,7 @@ func checkAgainstScan(t *testing.T, ix *Index) {
 	}
 	for _, p := range prompts {
 		got := hitsOf(ix, p)
-		for _, c := range ix.columns {
+		for _, c := range ix.sets {
 			if c == nil || !c.shown {
 				continue
 			}

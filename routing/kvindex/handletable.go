@@ -7,7 +7,7 @@ import "github.com/zeebo/xxh3"
 //
 // A record holds a part of its block's chain hash: when the slot was evicted, and perhaps used again, the two
 // differ and the record counts as stale. (A stale record passes for a live one with odds of 2^-32, if the
-// same column also holds what is now in the slot.)
+// same block set also holds what is now in the slot.)
 type handleTable struct {
 	segments []handleSegment // none until the first record
 	n        int

@@ -24,14 +24,14 @@ func small(ix *Index, chunks int) {
 	ix.cap = ix.charge + chunks*ix.chargePerChunk()
 }
 
-func open(t require.TestingT, ix *Index, rank uint32, feed Feed) *Column {
+func open(t require.TestingT, ix *Index, rank uint32, feed Feed) *BlockSet {
 	c, err := ix.Open(Owner{Rank: rank, Epoch: 1, Incarnation: 1}, Options{Feed: feed, Shown: true})
 	require.NoError(t, err)
 	return c
 }
 
-// sumOf adds the hashes of the blocks that a column holds: equal columns have equal sums.
-func sumOf(c *Column) (sum uint64) {
+// sumOf adds the hashes of the blocks that a block set holds: equal block sets have equal sums.
+func sumOf(c *BlockSet) (sum uint64) {
 	c.Snapshot(c.Len(), func(d Delta) {
 		for _, h := range d.Hashes {
 			sum += h
@@ -115,7 +115,7 @@ func verify(t assert.TestingT, ix *Index) {
 	}
 	assert.Equal(t, live, ix.pool.live, "slots in use")
 	verifyTable(t, ix)
-	verifyColumns(t, ix)
+	verifySets(t, ix)
 	assert.LessOrEqual(t, ix.charge, ix.cap)
 }
 
@@ -136,10 +136,10 @@ func verifyTable(t assert.TestingT, ix *Index) {
 	}
 }
 
-func verifyColumns(t assert.TestingT, ix *Index) {
+func verifySets(t assert.TestingT, ix *Index) {
 	charge := 8*len(ix.chunks) + tableSegments*(segmentMin*8+64) + ix.n*ix.chargePerChunk()
 	handles := 0
-	for bit, c := range ix.columns {
+	for bit, c := range ix.sets {
 		if c == nil {
 			continue
 		}
@@ -159,10 +159,10 @@ func verifyColumns(t assert.TestingT, ix *Index) {
 				same(t, true, ix.holdsChild(s, bit), "a recorded block that never expires")
 			}
 		}
-		assert.Equal(t, c.count, n, "blocks of column %d", bit)
-		assert.Equal(t, c.orphans, orphans, "orphans of column %d", bit)
-		assert.Len(t, c.ends, ends, "ends of column %d", bit)
-		assert.Equal(t, orphans > 0, ix.holed[bit>>6].Load()>>(bit&63)&1 == 1, "hole mark of column %d", bit)
+		assert.Equal(t, c.count, n, "blocks of block set %d", bit)
+		assert.Equal(t, c.orphans, orphans, "orphans of block set %d", bit)
+		assert.Len(t, c.ends, ends, "ends of block set %d", bit)
+		assert.Equal(t, orphans > 0, ix.holed[bit>>6].Load()>>(bit&63)&1 == 1, "hole mark of set %d", bit)
 		records := 0
 		for i := range c.handles.segments {
 			for j, r := range c.handles.segments[i].records {
@@ -182,7 +182,7 @@ func verifyColumns(t assert.TestingT, ix *Index) {
 		for _, n := range c.side.aliases.counts {
 			beyond += int(n)
 		}
-		assert.Equal(t, beyond, c.side.copies.n+c.side.aliases.n, "copies and aliases of column %d", bit)
+		assert.Equal(t, beyond, c.side.copies.n+c.side.aliases.n, "copies and aliases of block set %d", bit)
 		charge += c.handles.bytes() + c.side.bytes() + c.aside.bytes() + c.endFee
 	}
 	assert.Equal(t, handles, ix.handles)

@@ -13,31 +13,31 @@ import (
 
 // Limits and defaults of an index.
 const (
-	DefaultBytes   = 512 << 20 // the hard cap on memory
-	minBytes       = 1 << 20
-	defaultColumns = 64
-	MaxColumns     = 1 << 14
-	wordBits       = 64
-	tick           = 100 * time.Millisecond // the resolution of ages of matches
+	DefaultBytes = 512 << 20 // the hard cap on memory
+	minBytes     = 1 << 20
+	defaultSets  = 64
+	MaxSets      = 1 << 14
+	wordBits     = 64
+	tick         = 100 * time.Millisecond // the resolution of ages of matches
 )
 
 // Config sizes an index.
 type Config struct {
-	// Columns is how many (rank, tier, incarnation) triples fit at once, rounded up to a multiple of 64; 0 is
-	// defaultColumns. A replaced column counts until it is swept, so leave room for restarts. Every 64
-	// columns cost 8 more bytes per block.
-	Columns int
+	// Sets is how many (rank, tier, incarnation) triples fit at once, rounded up to a multiple of 64; 0 is
+	// defaultSets. A replaced block set counts until it is swept, so leave room for restarts. Every 64
+	// block sets cost 8 more bytes per block.
+	Sets int
 	// Bytes is the hard cap, 0 is DefaultBytes: over it the index evicts the least recently matched leaves.
 	// It counts the index's allocations, without garbage that the collector has not freed yet.
 	Bytes int
-	// OnChange, if set, is called for every change of a column's blocks, in order and inside the writer's
+	// OnChange, if set, is called for every change of a block set's blocks, in order and inside the writer's
 	// call; the replica's stream sends these as records. Hashes is valid during the call only.
-	OnChange func(*Column, Delta)
+	OnChange func(*BlockSet, Delta)
 }
 
-// Index maps chain hashes to the columns (ranks) holding them.
+// Index maps chain hashes to the block sets (ranks) holding them.
 //
-// Match is safe from any goroutine at any time. Everything else, Columns included, belongs to the writer:
+// Match is safe from any goroutine at any time. Everything else, Sets included, belongs to the writer:
 // such calls must not overlap.
 type Index struct {
 	pool
@@ -47,8 +47,8 @@ type Index struct {
 	pin    slot // the end of the chain that is being stored; it is not evicted
 
 	live   atomic.Pointer[liveSet]
-	holed  []atomic.Uint64 // columns with orphans: not closed under prefixes
-	holes  atomic.Uint64   // +1 whenever a column gets its first orphan
+	holed  []atomic.Uint64 // block sets with orphans: not closed under prefixes
+	holes  atomic.Uint64   // +1 whenever a block set gets its first orphan
 	ticks  atomic.Uint32   // time in ticks
 	now    time.Duration
 	cap    int
@@ -57,7 +57,7 @@ type Index struct {
 	seats
 	sweep sweep
 
-	onChange   func(*Column, Delta)
+	onChange   func(*BlockSet, Delta)
 	run        run
 	scratch    []uint64 // hashes of the current event
 	slots      []slot   // slots of the current event
@@ -65,39 +65,39 @@ type Index struct {
 	counters   Counters
 }
 
-// seats are the bits of an Index and the columns that have them.
+// seats are the bits of an Index and the block sets that have them.
 type seats struct {
-	columns  []*Column // by bit; nil: free or dying
-	owners   map[place]*Column
-	epochs   map[place]uint64 // highest ever; outlives the column
+	sets     []*BlockSet // by bit; nil: free or dying
+	owners   map[place]*BlockSet
+	epochs   map[place]uint64 // highest ever; outlives the block set
 	freeBits []int
-	handles  int // in all columns
+	handles  int // in all block sets
 }
 
 // What can go wrong with New and Open.
 var (
-	ErrNoColumn = errors.New("kvindex: every column is taken; build an index with more columns and restore " +
-		"it from snapshots")
+	ErrNoBlockSet = errors.New("kvindex: every block set is taken; build an index with more of them " +
+		"and restore it from snapshots")
 	ErrFenced = errors.New("kvindex: a higher epoch of this rank has been seen; the stream is of an " +
 		"older start and must be dropped")
 )
 
 // New is an empty index.
 func New(c Config) (*Index, error) {
-	if c.Columns == 0 {
-		c.Columns = defaultColumns
+	if c.Sets == 0 {
+		c.Sets = defaultSets
 	}
 	if c.Bytes == 0 {
 		c.Bytes = DefaultBytes
 	}
-	if c.Columns < 1 || c.Columns > MaxColumns {
-		return nil, fmt.Errorf("kvindex: %d columns; use 1 to %d", c.Columns, MaxColumns)
+	if c.Sets < 1 || c.Sets > MaxSets {
+		return nil, fmt.Errorf("kvindex: %d block sets; use 1 to %d", c.Sets, MaxSets)
 	}
-	words := (c.Columns + wordBits - 1) / wordBits
+	words := (c.Sets + wordBits - 1) / wordBits
 	ix := &Index{
 		pool: pool{stride: 1 + words}, table: newTable(), holed: make([]atomic.Uint64, words), cap: c.Bytes,
 		seats: seats{
-			columns: make([]*Column, words*wordBits), owners: make(map[place]*Column),
+			sets: make([]*BlockSet, words*wordBits), owners: make(map[place]*BlockSet),
 			epochs: make(map[place]uint64),
 		},
 		onChange: c.OnChange, sweep: newSweep(words),
@@ -108,7 +108,7 @@ func New(c Config) (*Index, error) {
 	if least := max(minBytes, ix.charge+2*ix.chargePerChunk()); c.Bytes < least {
 		return nil, fmt.Errorf("kvindex: a cap of %d bytes holds nothing; use at least %d", c.Bytes, least)
 	}
-	for bit := len(ix.columns) - 1; bit >= 0; bit-- {
+	for bit := len(ix.sets) - 1; bit >= 0; bit-- {
 		ix.freeBits = append(ix.freeBits, bit)
 	}
 	ix.publish()
@@ -123,7 +123,7 @@ func (ix *Index) Advance(now time.Duration) {
 	}
 	ix.now = now
 	ix.ticks.Store(uint32(now / tick))
-	for _, c := range ix.columns {
+	for _, c := range ix.sets {
 		if c != nil {
 			c.expire(now)
 		}
@@ -169,7 +169,7 @@ func (ix *Index) allocateSlot() slot {
 	return ix.take()
 }
 
-// freeUnheld frees s if no column holds it and it has no child, and then its ancestors for which the same
+// freeUnheld frees s if no block set holds it and it has no child, and then its ancestors for which the same
 // became true.
 func (ix *Index) freeUnheld(s slot) {
 	for s >= firstSlot && s != ix.pin {
@@ -222,10 +222,10 @@ func (ix *Index) setParent(s, parent slot) bool {
 	return true
 }
 
-// Open gives o a new column that replaces the one of its rank and tier: the old column is masked at once,
-// closed, and swept later. The same owner may open again, because a gap in its stream is repaired by a
-// snapshot into a new column. An epoch below the highest one seen for the place is ErrFenced.
-func (ix *Index) Open(o Owner, opt Options) (*Column, error) {
+// Open gives o a new block set that replaces the one of its rank and tier: the old block set is masked at
+// once, closed, and swept later. The same owner may open again, because a gap in its stream is repaired by a
+// snapshot into a new block set. An epoch below the highest one seen for the place is ErrFenced.
+func (ix *Index) Open(o Owner, opt Options) (*BlockSet, error) {
 	p := place{o.Rank, o.Tier}
 	if o.Epoch < ix.epochs[p] {
 		ix.counters.Fenced++
@@ -236,20 +236,20 @@ func (ix *Index) Open(o Owner, opt Options) (*Column, error) {
 	}
 	bit := ix.bit()
 	if bit < 0 {
-		return nil, ErrNoColumn
+		return nil, ErrNoBlockSet
 	}
 	if opt.TTL <= 0 {
 		opt.TTL = DefaultRecord
 	}
-	c := &Column{ix: ix, bit: bit, owner: o, opt: opt, shown: opt.Shown}
-	ix.columns[bit], ix.owners[p], ix.epochs[p] = c, c, o.Epoch
+	c := &BlockSet{ix: ix, bit: bit, owner: o, opt: opt, shown: opt.Shown}
+	ix.sets[bit], ix.owners[p], ix.epochs[p] = c, c, o.Epoch
 	ix.publish()
 	return c, nil
 }
 
-// Find is the open column of exactly this owner. It is nil, and counted, if the event is of an older epoch or
-// incarnation, or the rank was not opened.
-func (ix *Index) Find(o Owner) *Column {
+// Find is the open block set of exactly this owner. It is nil, and counted, if the event is of an older epoch
+// or incarnation, or the rank was not opened.
+func (ix *Index) Find(o Owner) *BlockSet {
 	c := ix.owners[place{o.Rank, o.Tier}]
 	switch {
 	case c != nil && c.owner == o:
@@ -262,7 +262,7 @@ func (ix *Index) Find(o Owner) *Column {
 	return nil
 }
 
-// bit returns a free column bit without holes; -1 if all are used.
+// bit returns a free block set bit without holes; -1 if all are used.
 func (ix *Index) bit() int {
 	if len(ix.freeBits) == 0 {
 		for ix.Sweep(ix.end()) {
@@ -311,7 +311,7 @@ func (ix *Index) findOrAddChild(up slot, hash uint64) (slot, bool) {
 	return s, true
 }
 
-// run collects blocks of one chain that a column newly holds, so that one Delta reports them.
+// run collects blocks of one chain that a block set newly holds, so that one Delta reports them.
 type run struct {
 	parent uint64
 	hashes []uint64
@@ -333,7 +333,7 @@ func (ix *Index) addRun(hash uint64, parent slot) {
 }
 
 // endRun reports the run to OnChange.
-func (ix *Index) endRun(c *Column) {
+func (ix *Index) endRun(c *BlockSet) {
 	if len(ix.run.hashes) > 0 {
 		ix.onChange(c, Delta{Change: Stored, Parent: ix.run.parent, Hashes: ix.run.hashes})
 		ix.run.hashes = ix.run.hashes[:0]
@@ -341,7 +341,7 @@ func (ix *Index) endRun(c *Column) {
 }
 
 // notify reports a change of one block, or of all, to OnChange.
-func (ix *Index) notify(c *Column, what Change, hash uint64) {
+func (ix *Index) notify(c *BlockSet, what Change, hash uint64) {
 	if ix.onChange == nil {
 		return
 	}
@@ -384,8 +384,8 @@ func (ix *Index) flushLeaf() {
 	ix.leaves.push(leaf{stamp: ix.cold(s).stamp.Load(), slot: s})
 }
 
-// evict drops the least recently matched leaf from all columns; false if there is none. A parent is never
-// dropped before its children, so a column stays closed under prefixes.
+// evict drops the least recently matched leaf from all block sets; false if there is none. A parent is never
+// dropped before its children, so a block set stays closed under prefixes.
 func (ix *Index) evict() bool {
 	ix.flushLeaf()
 	for ix.leaves.n > 0 {
@@ -409,24 +409,25 @@ func (ix *Index) evict() bool {
 	return false
 }
 
-// dropSlot takes s from every column and frees it.
+// dropSlot takes s from every block set and frees it.
 func (ix *Index) dropSlot(s slot) {
 	hash := ix.hash(s)
 	for w := 1; w < ix.stride; w++ {
 		for held := ix.hot(s)[w].Load(); held != 0; held &= held - 1 {
 			bit := (w-1)<<6 + bits.TrailingZeros64(held)
-			if c := ix.columns[bit]; c != nil {
+			if c := ix.sets[bit]; c != nil {
 				c.dropBlock(s, hash)
 				continue
 			}
-			ix.hot(s)[w].Store(ix.hot(s)[w].Load() &^ (held & -held)) // a dying column
+			ix.hot(s)[w].Store(ix.hot(s)[w].Load() &^ (held & -held)) // a dying block set
 		}
 	}
 	ix.freeUnheld(s)
 }
 
-// Sweep clears closed and cleared columns from at most n slots (about 10 ns each) and reports whether there
-// is more to do. Call it when the writer is idle: an unswept column cannot be used again and holds memory.
+// Sweep clears closed and cleared block sets from at most n slots (about 10 ns each) and reports whether
+// there is more to do. Call it when the writer is idle: an unswept block set cannot be used again and holds
+// memory.
 func (ix *Index) Sweep(n int) (more bool) {
 	w := &ix.sweep
 	if w.cursor == 0 && !w.begin() {
@@ -440,7 +441,7 @@ func (ix *Index) Sweep(n int) (more bool) {
 	if w.cursor < end {
 		return true
 	}
-	for bit := range ix.columns {
+	for bit := range ix.sets {
 		if w.pass[bit>>6]>>(bit&63)&1 == 1 {
 			ix.freeBits = append(ix.freeBits, bit)
 		}
@@ -471,11 +472,11 @@ func (ix *Index) wipe(s slot) {
 // Counters count what the index dropped since New, one counter per reason, in blocks unless a field says
 // otherwise.
 type Counters struct {
-	Fenced        uint64 // calls: an older epoch, another incarnation, or a column that is closed
-	Unopened      uint64 // calls for a rank without a column
-	WrongFeed     uint64 // calls that do not fit the column's feed
+	Fenced        uint64 // calls: an older epoch, another incarnation, or a block set that is closed
+	Unopened      uint64 // calls for a rank without a block set
+	WrongFeed     uint64 // calls that do not fit the block set's feed
 	BadLength     uint64 // events: token ids ≠ blocks × block size, or a block size out of bounds
-	BadBlockSize  uint64 // events of another block size than the column's (a partial block, a wrong setting)
+	BadBlockSize  uint64 // events of another block size than the set's (a partial block, a wrong setting)
 	OtherGroup    uint64 // events of attention groups that are not indexed
 	SelfParent    uint64 // events naming a block its own parent
 	Cycle         uint64 // events closing a circle of parents
@@ -483,7 +484,7 @@ type Counters struct {
 	UnknownParent uint64 // stored blocks kept aside because their parent is not known
 	AsideDropped  uint64 // blocks kept aside and dropped for want of room
 	UnknownRemove uint64 // removals of blocks that are not held
-	Repeated      uint64 // columns emptied because their engine told of more copies than it has blocks
+	Repeated      uint64 // block sets emptied because their engine told of more copies than it has blocks
 	Refused       uint64 // blocks, copies or records not taken: the cap leaves no room
 	Evicted       uint64 // blocks dropped at the cap, all holders at once
 	Expired       uint64 // blocks whose time or capacity as a speculative store or record ended
@@ -493,10 +494,10 @@ type Counters struct {
 type Stats struct {
 	Counters
 	Blocks  int // chain hashes known, ghosts included
-	Columns int // open
+	Sets    int // open
 	Bytes   int // charged against Cap
 	Cap     int
-	Handles int // engine handles, over all columns
+	Handles int // engine handles, over all block sets
 	Aside   int // blocks waiting for their parents
 	Orphans int // held blocks whose parent is not held
 }
@@ -506,11 +507,11 @@ func (ix *Index) Stats() Stats {
 	s := Stats{
 		Counters: ix.counters, Blocks: ix.pool.live, Bytes: ix.charge, Cap: ix.cap, Handles: ix.handles,
 	}
-	for _, c := range ix.columns {
+	for _, c := range ix.sets {
 		if c == nil {
 			continue
 		}
-		s.Columns++
+		s.Sets++
 		s.Aside += len(c.aside.blocks)
 		s.Orphans += c.orphans
 	}

@@ -2,7 +2,7 @@ package kvindex
 
 import "math/bits"
 
-// Hit is the part of a prompt that a column holds.
+// Hit is the part of a prompt that a block set holds.
 type Hit struct {
 	Rank   uint32 // routing.RankID
 	Blocks int32  // leading blocks held
@@ -10,7 +10,8 @@ type Hit struct {
 }
 
 const (
-	// jumpBlocks is how many blocks a look-up skips while all columns in question hold the block it lands on.
+	// jumpBlocks is how many blocks a look-up skips while all block sets in question hold the block it lands
+	// on.
 	jumpBlocks = 32
 
 	// a look-up is repeated if a restart, a clear or a new hole happened meanwhile; the last try scans and
@@ -19,18 +20,18 @@ const (
 	memoSlots  = 64
 )
 
-// liveSet is the set of shown columns, replaced as a whole.
+// liveSet is the set of shown block sets, replaced as a whole.
 type liveSet struct {
 	mask []uint64
-	base []int // row of the first column of a word
-	rows []Hit // one per shown column, by bit, with 0 blocks
+	base []int // row of the first block set of a word
+	rows []Hit // one per shown block set, by bit, with 0 blocks
 }
 
-// publish makes a new liveSet of the shown columns.
+// publish makes a new liveSet of the shown block sets.
 func (ix *Index) publish() {
 	words := ix.stride - 1
 	set := &liveSet{mask: make([]uint64, words), base: make([]int, words)}
-	for bit, c := range ix.columns {
+	for bit, c := range ix.sets {
 		if bit&63 == 0 {
 			set.base[bit>>6] = len(set.rows)
 		}
@@ -42,12 +43,12 @@ func (ix *Index) publish() {
 	ix.live.Store(set)
 }
 
-// Match appends to out, per shown column, the number of leading blocks of the prompt that it holds, and marks
-// the match's end as recently used. Safe from any goroutine, without locks; it allocates only if out is too
-// small.
+// Match appends to out, per shown block set, the number of leading blocks of the prompt that it holds, and
+// marks the match's end as recently used. Safe from any goroutine, without locks; it allocates only if out is
+// too small.
 //
-// Without a concurrent writer the answer is exact. With one, each column's answer is a number of leading
-// blocks that were held while the call ran; it never reports a column that was masked before the call. (A
+// Without a concurrent writer the answer is exact. With one, each block set's answer is a number of leading
+// blocks that were held while the call ran; it never reports a block set that was masked before the call. (A
 // reader that sleeps while a slot is freed and used 2 times, first for another block and then for the same,
 // may see bits of the other: the free list makes that need every free slot to be used in between.)
 func (ix *Index) Match(hashes []uint64, out []Hit) []Hit {
@@ -70,7 +71,7 @@ func (ix *Index) Match(hashes []uint64, out []Hit) []Hit {
 	}
 }
 
-// matcher is one look-up. m.w is the current word of 64 columns; slots found for one word are used for the
+// matcher is one look-up. m.w is the current word of 64 block sets; slots found for one word are used for the
 // others.
 type matcher struct {
 	ix         *Index
@@ -88,7 +89,7 @@ type memo struct {
 	slot slot
 }
 
-// word answers for 64 columns: by jumps for those closed under prefixes, by a scan for the others.
+// word answers for 64 block sets: by jumps for those closed under prefixes, by a scan for the others.
 func (m *matcher) word(w int, scanAll bool) {
 	live := m.set.mask[w]
 	if live == 0 {
@@ -111,8 +112,8 @@ func (m *matcher) word(w int, scanAll bool) {
 	}
 }
 
-// jump finds where each of the columns in set stops, all of which hold block 0 and are closed under prefixes:
-// while the block Jump further on has the same holders, no column stopped in between.
+// jump finds where each of the block sets in set stops, all of which hold block 0 and are closed under
+// prefixes: while the block Jump further on has the same holders, no block set stopped in between.
 func (m *matcher) jump(set uint64) {
 	last := len(m.hashes) - 1
 	for at := 0; ; {
@@ -132,7 +133,7 @@ func (m *matcher) jump(set uint64) {
 	}
 }
 
-// split finds where each column of set stops; all of them hold block lo and none holds block hi.
+// split finds where each block set of set stops; all of them hold block lo and none holds block hi.
 func (m *matcher) split(lo, hi int, set uint64) {
 	for hi-lo > 1 {
 		mid := (lo + hi) / 2
@@ -157,7 +158,7 @@ func (m *matcher) prefetch(a, b int) {
 	m.prefetched += m.ix.table.peek(m.hashes[a]) + m.ix.table.peek(m.hashes[b])
 }
 
-// scan follows columns block by block.
+// scan follows block sets block by block.
 func (m *matcher) scan(set uint64) {
 	for at := 1; at < len(m.hashes); at++ {
 		on := m.holders(at) & set
@@ -171,7 +172,7 @@ func (m *matcher) scan(set uint64) {
 	m.assign(set, len(m.hashes))
 }
 
-// assign writes the answer of the columns in set.
+// assign writes the answer of the block sets in set.
 func (m *matcher) assign(set uint64, blocks int) {
 	m.deep = max(m.deep, blocks)
 	base, live := m.set.base[m.w], m.set.mask[m.w]

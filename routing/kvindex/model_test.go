@@ -14,7 +14,7 @@ type model struct {
 	f       forest
 	ix      *Index
 	ranks   int
-	columns []*Column
+	sets    []*BlockSet
 	oracles []*oracle
 	now     time.Duration
 	opened  uint64
@@ -25,12 +25,12 @@ func (m *model) open(t require.TestingT, rank int, shown bool) {
 	c, err := m.ix.Open(Owner{Rank: uint32(rank), Epoch: 1, Incarnation: m.opened},
 		Options{Feed: FromEvents, Shown: shown})
 	require.NoError(t, err)
-	m.columns[rank], m.oracles[rank] = c, newOracle()
+	m.sets[rank], m.oracles[rank] = c, newOracle()
 }
 
 func (m *model) step(t *rapid.T) {
 	rank := rapid.IntRange(0, m.ranks-1).Draw(t, "rank")
-	c := m.columns[rank]
+	c := m.sets[rank]
 	switch rapid.IntRange(0, 19).Draw(t, "op") {
 	case 0:
 		c.Clear()
@@ -64,7 +64,7 @@ func (m *model) store(t *rapid.T, rank int) {
 		ev.HasParent, ev.Parent = true, m.f.name(k, a-1, rank, v)
 		parent = &ev.Parent
 	}
-	m.columns[rank].Stored(testHasher, &ev)
+	m.sets[rank].Stored(testHasher, &ev)
 	m.oracles[rank].stored(parent, ev.Blocks, ev.Tokens)
 }
 
@@ -75,7 +75,7 @@ func (m *model) remove(t *rapid.T, rank int) {
 		b = len(m.f.ids[k])
 	}
 	names := m.f.names(k, a, b, rank, rapid.IntRange(0, 1).Draw(t, "variant"))
-	m.columns[rank].Removed(0, names)
+	m.sets[rank].Removed(0, names)
 	for i := len(names) - 1; i >= 0; i-- {
 		m.oracles[rank].removed(names[i])
 	}
@@ -84,7 +84,7 @@ func (m *model) remove(t *rapid.T, rank int) {
 func (m *model) check(t *rapid.T) {
 	for k := range m.f.hashes {
 		got := hitsOf(m.ix, m.f.hashes[k])
-		for rank, c := range m.columns {
+		for rank, c := range m.sets {
 			hit, there := got[uint32(rank)]
 			require.Equal(t, c.Shown(), there, "rank %d", rank)
 			if there {
@@ -97,8 +97,8 @@ func (m *model) check(t *rapid.T) {
 func TestMatchEqualsTheLinearModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		m := &model{f: drawForest(t), ranks: rapid.IntRange(1, 5).Draw(t, "ranks")}
-		m.ix = newIndex(t, Config{Columns: rapid.SampledFrom([]int{64, 130}).Draw(t, "columns")})
-		m.columns, m.oracles = make([]*Column, m.ranks), make([]*oracle, m.ranks)
+		m.ix = newIndex(t, Config{Sets: rapid.SampledFrom([]int{64, 130}).Draw(t, "block sets")})
+		m.sets, m.oracles = make([]*BlockSet, m.ranks), make([]*oracle, m.ranks)
 		for rank := range m.ranks {
 			m.open(t, rank, true)
 		}
@@ -107,7 +107,7 @@ func TestMatchEqualsTheLinearModel(t *testing.T) {
 			m.check(t)
 		}
 		verify(t, m.ix)
-		for _, c := range m.columns {
+		for _, c := range m.sets {
 			c.Close()
 		}
 		for m.ix.Sweep(100) {
@@ -117,7 +117,7 @@ func TestMatchEqualsTheLinearModel(t *testing.T) {
 	})
 }
 
-// lruOracle is one column of chains under a bound, as a map.
+// lruOracle is one block set of chains under a bound, as a map.
 type lruOracle struct {
 	parent map[uint64]uint64
 	stamp  map[uint64]int

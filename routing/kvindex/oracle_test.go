@@ -4,7 +4,7 @@ import (
 	"pgregory.net/rapid"
 )
 
-// oracle is a column in the dumbest way: lists and maps, no tree, no bits.
+// oracle is a block set in the dumbest way: lists and maps, no tree, no bits.
 type oracle struct {
 	held    map[Handle]*oracleBlock
 	waiting []oracleWait
@@ -154,7 +154,7 @@ func (f forest) stretch(t *rapid.T) (k, a, b int) {
 	return k, a, rapid.IntRange(a+1, n).Draw(t, "end")
 }
 
-// name is the engine's own hash of a block: of column salt, variant v (an engine may have two for one
+// name is the engine's own hash of a block: of block set salt, variant v (an engine may have two for one
 // content).
 func (f forest) name(k, i, salt, v int) Handle {
 	return UintHandle(0, f.hashes[k][i]^uint64(salt)<<8^uint64(v))

@@ -17,7 +17,7 @@ import (
 func TestReadersBesideTheWriter(t *testing.T) {
 	ix := newIndex(t, Config{})
 	small(ix, 2)
-	var c [5]*Column
+	var c [5]*BlockSet
 	for i := range c {
 		c[i] = open(t, ix, uint32(i), FromDeltas)
 	}
@@ -69,7 +69,7 @@ func checkRead(t *testing.T, out []Hit) {
 	}
 }
 
-func churn(t *testing.T, ix *Index, c *[5]*Column, p []uint64, rounds int) {
+func churn(t *testing.T, ix *Index, c *[5]*BlockSet, p []uint64, rounds int) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for i := range rounds {
 		ix.Advance(time.Duration(i+1) * time.Second)

@@ -93,7 +93,7 @@ func TestRecordsEqualAListOfPrompts(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		f := drawForest(t)
 		var deltas []Delta
-		ix := newIndex(t, Config{OnChange: func(_ *Column, d Delta) {
+		ix := newIndex(t, Config{OnChange: func(_ *BlockSet, d Delta) {
 			d.Hashes = append([]uint64(nil), d.Hashes...)
 			deltas = append(deltas, d)
 		}})
@@ -149,15 +149,15 @@ func TestRecordsEqualAListOfPrompts(t *testing.T) {
 				copied.Apply(d)
 			}
 			deltas = deltas[:0]
-			require.Equal(t, sum, sumOf(copied), "its deltas make the same column")
+			require.Equal(t, sum, sumOf(copied), "its deltas make the same block set")
 		}
 		verify(t, ix)
 		verify(t, copied.ix)
 	})
 }
 
-// TestARecordUnderTheCapStaysCovered: whatever is evicted, what is left still expires, and other columns of
-// the blocks do not matter.
+// TestARecordUnderTheCapStaysCovered: whatever is evicted, what is left still expires, and other block sets
+// of the blocks do not matter.
 func TestARecordUnderTheCapStaysCovered(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		f := drawForest(t)

@@ -26,7 +26,7 @@ func promptOf(k int) *StoredEvent {
 }
 
 // serve tells of prompt k, behind the removals that make room for it.
-func (e *repeater) serve(c *Column, k int) {
+func (e *repeater) serve(c *BlockSet, k int) {
 	for i, held := range e.order {
 		if held == k {
 			e.order = append(append(e.order[:i:i], e.order[i+1:]...), k)
@@ -46,7 +46,7 @@ func (e *repeater) serve(c *Column, k int) {
 // than it has, and from then on no block is held that the engine has removed.
 func TestRepeatsLeaveNoPhantomBlocks(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		ix := newIndex(t, Config{Bytes: 1 << 20, Columns: 2})
+		ix := newIndex(t, Config{Bytes: 1 << 20, Sets: 2})
 		c := open(t, ix, 1, FromEvents)
 		e := &repeater{room: promptBlocks * rapid.IntRange(1, 6).Draw(t, "room")}
 		found := false
@@ -73,7 +73,7 @@ func TestRepeatsLeaveNoPhantomBlocks(t *testing.T) {
 
 // RP19: as many copies as it has blocks are believed, each until it is removed.
 func TestCopiesOfAnHonestEngineAreCounted(t *testing.T) {
-	ix := newIndex(t, Config{Bytes: 1 << 20, Columns: 2})
+	ix := newIndex(t, Config{Bytes: 1 << 20, Sets: 2})
 	c := open(t, ix, 1, FromEvents)
 	for range 3 {
 		c.Stored(testHasher, promptOf(1))

@@ -4,9 +4,9 @@ import "sync/atomic"
 
 // A slot is one chain hash known to the index: its holders and its place in the tree of prefixes.
 //
-// Hot words are shared with readers: [hash, holders…], one bit per column. hash 0 is a free slot. Cold fields
-// belong to the writer, but for the stamp. A slot without holders lives on while it has children ("ghost"):
-// it keeps their place.
+// Hot words are shared with readers: [hash, holders…], one bit per block set. hash 0 is a free slot. Cold
+// fields belong to the writer, but for the stamp. A slot without holders lives on while it has children
+// ("ghost"): it keeps their place.
 type slot = uint32
 
 const (
@@ -36,7 +36,7 @@ const slotCharge = 20 + 20 + 8
 
 // pool hands out slots.
 type pool struct {
-	stride int                     // words per slot: 1 + columns/64
+	stride int                     // words per slot: 1 + block sets/64
 	chunks []atomic.Pointer[chunk] // as long as the cap allows; filled from the left
 	n      int                     // chunks in use
 	live   int                     // slots in use
@@ -120,7 +120,7 @@ func (p *pool) free(s slot) {
 	p.append(s)
 }
 
-// holderless reports that no column holds s.
+// holderless reports that no block set holds s.
 func (p *pool) holderless(s slot) bool {
 	for w := range p.hot(s)[1:] {
 		if p.hot(s)[1+w].Load() != 0 {
@@ -161,7 +161,7 @@ func (p *pool) unlink(s slot) {
 	c.next, c.prev = none, none
 }
 
-// holdsChild reports whether the column of bit holds a child of s.
+// holdsChild reports whether the block set of bit holds a child of s.
 func (p *pool) holdsChild(s slot, bit int) bool {
 	for k := p.cold(s).child; k != none; k = p.cold(k).next {
 		if p.holds(k, bit) {
@@ -171,7 +171,7 @@ func (p *pool) holdsChild(s slot, bit int) bool {
 	return false
 }
 
-// childrenHolding counts the children of s that the column of bit holds.
+// childrenHolding counts the children of s that the block set of bit holds.
 func (p *pool) childrenHolding(s slot, bit int) int {
 	n := 0
 	for k := p.cold(s).child; k != none; k = p.cold(k).next {
@@ -234,7 +234,7 @@ func (l *leaves) pop() {
 	}
 }
 
-// sweep clears the bits of closed columns, so that they can be used again.
+// sweep clears the bits of closed block sets, so that they can be used again.
 type sweep struct {
 	dying  []uint64 // bits to wipe in the next pass
 	pass   []uint64 // bits being wiped

@@ -254,7 +254,7 @@ func (v kvView) add(run *client.Run) {
 	}
 }
 
-// sizes are the blocks by column, for a reader.
+// sizes are the blocks by block set, for a reader.
 func (v kvView) sizes() map[string]int {
 	out := map[string]int{}
 	for key, set := range v {
@@ -263,7 +263,7 @@ func (v kvView) sizes() map[string]int {
 	return out
 }
 
-// only returns the columns of one tier.
+// only returns the block sets of one tier.
 func (v kvView) only(tier string) kvView {
 	out := kvView{}
 	for key, set := range v {

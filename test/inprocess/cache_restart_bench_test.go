@@ -52,21 +52,21 @@ type stateOf struct{ st *state.State }
 func (s stateOf) State() *state.State    { return s.st }
 func (stateOf) Changed() <-chan struct{} { return nil }
 
-// held is what a column holds.
+// held is what a block set holds.
 type held struct {
 	blocks int
 	sum    uint64
 }
 
-// columnCensus holds what each rank reports as cached, by "GROUP/RANK".
-type columnCensus struct {
+// blockCensus holds what each rank reports as cached, by "GROUP/RANK".
+type blockCensus struct {
 	mu    sync.Mutex
 	ranks map[string]held
 	whole int
 }
 
 // Deliver implements msg.Sink.
-func (s *columnCensus) Deliver(r *msg.Record) {
+func (s *blockCensus) Deliver(r *msg.Record) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if r.Kind == msg.RecKVEnd {
@@ -80,7 +80,7 @@ func (s *columnCensus) Deliver(r *msg.Record) {
 }
 
 // take asks every rank.
-func (s *columnCensus) take(b *testing.B, feed msg.Feed) map[string]held {
+func (s *blockCensus) take(b *testing.B, feed msg.Feed) map[string]held {
 	b.Helper()
 	s.ranks = map[string]held{}
 	defer feed.Subscribe(s)()
@@ -190,7 +190,7 @@ func mixed(i uint64) uint64 {
 	return i ^ i>>31
 }
 
-// shown is what look-ups of an ingress find in every rank's column.
+// shown is what look-ups of an ingress find in every rank's block set.
 func shown(b *testing.B, in *ingress.Ingress) map[string]held {
 	b.Helper()
 	out := map[string]held{}
@@ -222,7 +222,7 @@ func BenchmarkIngressRestart(b *testing.B) {
 			log := slog.New(slog.DiscardHandler)
 			n := newRestartNode(b, log)
 			n.fill(b, prompt)
-			all := (&columnCensus{}).take(b, n.hub)
+			all := (&blockCensus{}).take(b, n.hub)
 			for b.Loop() {
 				in, err := ingress.New(ingress.Config{
 					Node: "late", Store: n.store, Feed: n.hub,
@@ -241,7 +241,7 @@ func BenchmarkIngressRestart(b *testing.B) {
 	}
 }
 
-// awaitShown waits until look-ups find every rank's column: it is shown once it is
+// awaitShown waits until look-ups find every rank's block set: it is shown once it is
 // whole.
 func (n *restartNode) awaitShown(b *testing.B, in *ingress.Ingress) {
 	b.Helper()

@@ -14,14 +14,14 @@ import (
 )
 
 // follower is the shortest way from an engine's events to a prediction: one subscriber, one index, one
-// column.
+// block set.
 type follower struct {
 	hasher kvindex.Hasher
 	sub    *kvevents.Subscriber
 
 	mu          sync.Mutex
 	ix          *kvindex.Index
-	column      *kvindex.Column
+	blockSet    *kvindex.BlockSet
 	incarnation uint64
 	salts       int // events whose blocks no text prompt can match
 }
@@ -62,7 +62,7 @@ func (f *follower) Stored(ev *kvevents.Stored) {
 		f.salts++
 		return
 	}
-	f.column.Stored(f.hasher, &kvindex.StoredEvent{
+	f.blockSet.Stored(f.hasher, &kvindex.StoredEvent{
 		Root: f.root(salt), HasParent: !ev.Parent.IsZero(), Parent: handle(ev.Group, ev.Parent),
 		Blocks: handles(ev.Group, ev.Hashes),
 		Tokens: ev.Tokens, BlockSize: ev.BlockSize, Group: ev.Group, Kind: ev.Kind,
@@ -73,14 +73,14 @@ func (f *follower) Stored(ev *kvevents.Stored) {
 func (f *follower) Removed(ev *kvevents.Removed) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.column.Removed(ev.Group, handles(ev.Group, ev.Hashes))
+	f.blockSet.Removed(ev.Group, handles(ev.Group, ev.Hashes))
 }
 
 // Cleared implements kvevents.Sink.
 func (f *follower) Cleared() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.column.Clear()
+	f.blockSet.Clear()
 }
 
 // Reset implements kvevents.Sink.
@@ -88,10 +88,10 @@ func (f *follower) Reset(bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.incarnation++
-	column, err := f.ix.Open(kvindex.Owner{Epoch: 1, Incarnation: f.incarnation},
+	blockSet, err := f.ix.Open(kvindex.Owner{Epoch: 1, Incarnation: f.incarnation},
 		kvindex.Options{Feed: kvindex.FromEvents, BlockSize: blockSize, Shown: true})
-	if err == nil { // there are more columns than restarts
-		f.column = column
+	if err == nil { // there are more block sets than restarts
+		f.blockSet = blockSet
 	}
 	f.ix.Sweep(1 << 20)
 }
@@ -132,12 +132,12 @@ func (f *follower) predict(ids []uint32, salt string) int {
 func (f *follower) content() (blocks int, sum uint64) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.column.Snapshot(f.column.Len(), func(d kvindex.Delta) {
+	f.blockSet.Snapshot(f.blockSet.Len(), func(d kvindex.Delta) {
 		for _, h := range d.Hashes {
 			sum += h
 		}
 	})
-	return f.column.Len(), sum
+	return f.blockSet.Len(), sum
 }
 
 // faults are the index's counters of things that must not happen with a sound engine.
@@ -157,7 +157,7 @@ func (f *follower) wait(t *testing.T, what string, ok func(kvevents.Stats) bool)
 	}
 }
 
-// settle waits until the events of a request that has been answered are in: the column stands still for a
+// settle waits until the events of a request that has been answered are in: the block set stands still for a
 // while. The engine's answer and its events take different ways.
 func (f *follower) settle(ctx context.Context) {
 	const still = 5 // looks

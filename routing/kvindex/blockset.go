@@ -2,7 +2,8 @@ package kvindex
 
 import "time"
 
-// Tier is where an engine keeps a block. Each tier has its own column: a block on disk is no hit in the GPU.
+// Tier is where an engine keeps a block. Each tier has its own block set: a block on disk is no hit in the
+// GPU.
 type Tier uint8
 
 // The tiers.
@@ -13,7 +14,7 @@ const (
 	Sent // not a place: what the rank was sent, by its own record. Its blocks need not be token blocks
 )
 
-// Owner identifies the rank start that a column belongs to.
+// Owner identifies the rank start that a block set belongs to.
 type Owner struct {
 	Rank        uint32 // routing.RankID
 	Tier        Tier
@@ -21,13 +22,13 @@ type Owner struct {
 	Incarnation uint64 // random: equal or not, never older
 }
 
-// place is a rank and tier; at most one column is open for it.
+// place is a rank and tier; at most one block set is open for it.
 type place struct {
 	rank uint32
 	tier Tier
 }
 
-// Feed is the source that fills a column. Calls of another feed are dropped and counted.
+// Feed is the source that fills a block set. Calls of another feed are dropped and counted.
 type Feed uint8
 
 // The feeds.
@@ -39,7 +40,7 @@ const (
 	FromRecords
 )
 
-// Options of a column.
+// Options of a block set.
 type Options struct {
 	Feed Feed
 	// BlockSize is that of the chain hashes, tokens or bytes. 0 with FromEvents: learned from the first
@@ -50,24 +51,25 @@ type Options struct {
 	// Capacity, with FromRecords, is the most blocks the rank holds: over it the least recently recorded
 	// blocks are dropped. 0: no bound.
 	Capacity int
-	// Shown columns are visible to look-ups at once; others after Show, because their snapshot comes first.
+	// Shown block sets are visible to look-ups at once; others after Show, because their snapshot comes
+	// first.
 	Shown bool
 }
 
 // DefaultRecord is how long a routed prompt counts as cached without events of the engine.
 const DefaultRecord = 120 * time.Second
 
-// Column is the set of blocks that one incarnation of a rank holds in one tier. Only the writer may call its
-// methods.
-type Column struct {
+// BlockSet is the set of blocks that one incarnation of a rank holds in one tier. Only the writer may call
+// its methods.
+type BlockSet struct {
 	ix    *Index
-	bit   int // -1: another incarnation or Close ended the column for good
+	bit   int // -1: another incarnation or Close ended the block set for good
 	owner Owner
 	opt   Options
 	shown bool
 
 	count   int // blocks held
-	orphans int // held blocks whose parent is not held; unless it is 0, look-ups scan this column
+	orphans int // held blocks whose parent is not held; unless it is 0, look-ups scan this block set
 
 	handles  handleTable
 	side     side
@@ -89,21 +91,21 @@ type prompt struct {
 	hash uint64 // of leaf: another one there means that the leaf is gone
 }
 
-// Owner of the column.
-func (c *Column) Owner() Owner { return c.owner }
+// Owner of the block set.
+func (c *BlockSet) Owner() Owner { return c.owner }
 
 // Len is the number of blocks held.
-func (c *Column) Len() int { return c.count }
+func (c *BlockSet) Len() int { return c.count }
 
-// BlockSize of the column, 0 until the first event. Requests that are cut into blocks of another size cannot
-// hit; the caller should report that as a fault.
-func (c *Column) BlockSize() int { return c.opt.BlockSize }
+// BlockSize of the block set, 0 until the first event. Requests that are cut into blocks of another size
+// cannot hit; the caller should report that as a fault.
+func (c *BlockSet) BlockSize() int { return c.opt.BlockSize }
 
-// Shown reports whether look-ups see the column.
-func (c *Column) Shown() bool { return c.shown }
+// Shown reports whether look-ups see the block set.
+func (c *BlockSet) Shown() bool { return c.shown }
 
 // usable reports whether a call of feed may go on, and counts those that may not.
-func (c *Column) usable(feed Feed) bool {
+func (c *BlockSet) usable(feed Feed) bool {
 	switch {
 	case c.bit < 0:
 		c.ix.counters.Fenced++
@@ -115,11 +117,11 @@ func (c *Column) usable(feed Feed) bool {
 	return false
 }
 
-func (c *Column) has(s slot) bool { return c.ix.holds(s, c.bit) }
+func (c *BlockSet) has(s slot) bool { return c.ix.holds(s, c.bit) }
 
-// setHolder sets the column's bit of s, which is not set, and updates the orphans. Readers must never see a
-// hole that is not announced, so the hole is announced before the bit changes and withdrawn after it.
-func (c *Column) setHolder(s slot) {
+// setHolder sets the block set's bit of s, which is not set, and updates the orphans. Readers must never see
+// a hole that is not announced, so the hole is announced before the bit changes and withdrawn after it.
+func (c *BlockSet) setHolder(s slot) {
 	ix := c.ix
 	up := ix.cold(s).parent
 	if up == unknown || up >= firstSlot && !c.has(up) {
@@ -132,8 +134,8 @@ func (c *Column) setHolder(s slot) {
 	}
 }
 
-// unsetHolder clears the column's bit of s, which is set.
-func (c *Column) unsetHolder(s slot) {
+// unsetHolder clears the block set's bit of s, which is set.
+func (c *BlockSet) unsetHolder(s slot) {
 	ix := c.ix
 	if ix.cold(s).child != none {
 		c.addOrphans(ix.childrenHolding(s, c.bit))
@@ -146,7 +148,7 @@ func (c *Column) unsetHolder(s slot) {
 	}
 }
 
-func (c *Column) addOrphans(n int) {
+func (c *BlockSet) addOrphans(n int) {
 	was := c.orphans
 	c.orphans += n
 	w, b := &c.ix.holed[c.bit>>6], uint64(1)<<(c.bit&63)
@@ -159,8 +161,8 @@ func (c *Column) addOrphans(n int) {
 	}
 }
 
-// dropBlock removes s from the column, whatever holds it; the caller calls freeUnheld.
-func (c *Column) dropBlock(s slot, hash uint64) {
+// dropBlock removes s from the block set, whatever holds it; the caller calls freeUnheld.
+func (c *BlockSet) dropBlock(s slot, hash uint64) {
 	at, end := c.ends[s]
 	if end {
 		c.removeEnd(s)
@@ -176,16 +178,16 @@ func (c *Column) dropBlock(s slot, hash uint64) {
 	}
 }
 
-// Show lets look-ups see the column: its snapshot is complete.
-func (c *Column) Show() {
+// Show lets look-ups see the block set: its snapshot is complete.
+func (c *BlockSet) Show() {
 	if c.bit >= 0 && !c.shown {
 		c.shown = true
 		c.ix.publish()
 	}
 }
 
-// Close hides the column for good and leaves its blocks to Sweep. Idempotent.
-func (c *Column) Close() {
+// Close hides the block set for good and leaves its blocks to Sweep. Idempotent.
+func (c *BlockSet) Close() {
 	if c.bit < 0 {
 		return
 	}
@@ -197,9 +199,9 @@ func (c *Column) Close() {
 	ix.publish()
 }
 
-// Clear empties the column (AllBlocksCleared); the owner keeps it. It takes constant time: the blocks move to
-// a column that Sweep clears.
-func (c *Column) Clear() {
+// Clear empties the block set (AllBlocksCleared); the owner keeps it. It takes constant time: the blocks move
+// to a block set that Sweep clears.
+func (c *BlockSet) Clear() {
 	if c.bit < 0 {
 		c.ix.counters.Fenced++
 		return
@@ -209,14 +211,14 @@ func (c *Column) Clear() {
 	c.drop()
 	ix.publish()
 	c.bit = ix.bit() // there is one: the old, once it is swept
-	ix.columns[c.bit] = c
+	ix.sets[c.bit] = c
 	ix.publish()
 }
 
-// drop empties the column and leaves its bit to Sweep.
-func (c *Column) drop() {
+// drop empties the block set and leaves its bit to Sweep.
+func (c *BlockSet) drop() {
 	ix := c.ix
-	ix.columns[c.bit] = nil
+	ix.sets[c.bit] = nil
 	ix.sweep.add(c.bit)
 	ix.handles -= c.handles.n
 	ix.charge -= c.handles.bytes() + c.aside.bytes() + c.side.bytes() + c.endFee
@@ -235,8 +237,8 @@ const (
 	Cleared        // nothing is left
 )
 
-// Delta is a change of what a column holds, in chain hashes: what the replica's stream carries and an ingress
-// applies.
+// Delta is a change of what a block set holds, in chain hashes: what the replica's stream carries and an
+// ingress applies.
 type Delta struct {
 	Change Change
 	Parent uint64
@@ -245,7 +247,7 @@ type Delta struct {
 
 // Apply applies a delta. Storing a held block and removing a block that is not held change nothing. A chain
 // that contradicts a block's known parent or forms a cycle is dropped from there on. FromDeltas.
-func (c *Column) Apply(d Delta) {
+func (c *BlockSet) Apply(d Delta) {
 	if !c.usable(FromDeltas) {
 		return
 	}
@@ -260,7 +262,7 @@ func (c *Column) Apply(d Delta) {
 }
 
 // put stores a chain behind parent; the parent need not be held or known.
-func (c *Column) put(parent uint64, hashes []uint64) {
+func (c *BlockSet) put(parent uint64, hashes []uint64) {
 	if len(hashes) == 0 {
 		return
 	}
@@ -278,8 +280,8 @@ func (c *Column) put(parent uint64, hashes []uint64) {
 	ix.endRun(c)
 }
 
-// hold makes the column hold s.
-func (c *Column) hold(s slot, hash uint64) {
+// hold makes the block set hold s.
+func (c *BlockSet) hold(s slot, hash uint64) {
 	if c.has(s) {
 		c.ix.endRun(c) // the chain goes on with a block that was held
 		return
@@ -289,9 +291,9 @@ func (c *Column) hold(s slot, hash uint64) {
 	c.ix.addRun(hash, c.ix.cold(s).parent)
 }
 
-// remove removes blocks of a column that is fed by hash, the last first, so that the column is closed under
-// prefixes at every moment.
-func (c *Column) remove(hashes []uint64) {
+// remove removes blocks of a block set that is fed by hash, the last first, so that the block set is closed
+// under prefixes at every moment.
+func (c *BlockSet) remove(hashes []uint64) {
 	for i := len(hashes) - 1; i >= 0; i-- {
 		s := c.ix.table.find(&c.ix.pool, hashes[i])
 		if s == none || !c.has(s) {
@@ -302,18 +304,18 @@ func (c *Column) remove(hashes []uint64) {
 	}
 }
 
-// release removes s from the column.
-func (c *Column) release(s slot, hash uint64) {
+// release removes s from the block set.
+func (c *BlockSet) release(s slot, hash uint64) {
 	c.unsetHolder(s)
 	c.count--
 	c.ix.notify(c, Removed, hash)
 	c.ix.freeUnheld(s)
 }
 
-// Snapshot hands out what the column holds as Stored deltas of at most n hashes, such that applying them to
-// an empty column makes an equal one. A chain is one run as far as it is the first branch of its parent.
-// Delta.Hashes is reused between calls of emit.
-func (c *Column) Snapshot(n int, emit func(Delta)) {
+// Snapshot hands out what the block set holds as Stored deltas of at most n hashes, such that applying them
+// to an empty block set makes an equal one. A chain is one run as far as it is the first branch of its
+// parent. Delta.Hashes is reused between calls of emit.
+func (c *BlockSet) Snapshot(n int, emit func(Delta)) {
 	if c.bit < 0 {
 		return
 	}
@@ -341,13 +343,13 @@ func (c *Column) Snapshot(n int, emit func(Delta)) {
 }
 
 // continues reports whether Snapshot emits s in the run of its parent.
-func (c *Column) continues(s slot) bool {
+func (c *BlockSet) continues(s slot) bool {
 	up := c.ix.cold(s).parent
 	return up >= firstSlot && c.ix.cold(up).child == s && c.has(up)
 }
 
 // resolve is the slot of a handle, none if unknown or evicted.
-func (c *Column) resolve(h Handle) slot {
+func (c *BlockSet) resolve(h Handle) slot {
 	r := c.handles.find(h)
 	if r == nil || !c.fresh(r) {
 		return none
@@ -356,12 +358,12 @@ func (c *Column) resolve(h Handle) slot {
 }
 
 // fresh reports whether the record's block is still held.
-func (c *Column) fresh(r *record) bool {
+func (c *BlockSet) fresh(r *record) bool {
 	return uint32(c.ix.hash(r.slot)) == r.proof && c.has(r.slot)
 }
 
 // bind records that h names s; old is the result of find for h. False if there is no room.
-func (c *Column) bind(old *record, h Handle, s slot, hash uint64) bool {
+func (c *BlockSet) bind(old *record, h Handle, s slot, hash uint64) bool {
 	r := record{handle: h, slot: s, proof: uint32(hash)}
 	if old != nil {
 		*old = r
@@ -379,7 +381,7 @@ func (c *Column) bind(old *record, h Handle, s slot, hash uint64) bool {
 }
 
 // unbind deletes the record at i.
-func (c *Column) unbind(seg *handleSegment, i int) {
+func (c *BlockSet) unbind(seg *handleSegment, i int) {
 	c.side.copies.forget(c.ix, seg.records[i].handle)
 	c.handles.remove(seg, i)
 	c.ix.handles--
@@ -387,7 +389,7 @@ func (c *Column) unbind(seg *handleSegment, i int) {
 
 // grow makes room for one more record: it removes stale records, allocates memory, or evicts blocks, which
 // makes records stale.
-func (c *Column) grow(seg *handleSegment) bool {
+func (c *BlockSet) grow(seg *handleSegment) bool {
 	c.purge(seg)
 	if c.resize(seg) {
 		return true
@@ -402,7 +404,7 @@ func (c *Column) grow(seg *handleSegment) bool {
 }
 
 // resize gives seg the length its records need, if the cap allows it.
-func (c *Column) resize(seg *handleSegment) bool {
+func (c *BlockSet) resize(seg *handleSegment) bool {
 	want := max(handleMin, (seg.n+1)*handleSizeNum/handleSizeDen+1)
 	if (seg.n+1)*handleLoadDen <= len(seg.records)*handleLoadNum && want >= len(seg.records)/2 {
 		return true
@@ -415,7 +417,7 @@ func (c *Column) resize(seg *handleSegment) bool {
 }
 
 // purge takes stale records out of seg.
-func (c *Column) purge(seg *handleSegment) {
+func (c *BlockSet) purge(seg *handleSegment) {
 	if !c.stale {
 		return
 	}
@@ -431,15 +433,15 @@ func (c *Column) purge(seg *handleSegment) {
 }
 
 // An apply reads a few words spread over tens of megabytes, and its atomic writes keep the processor from
-// fetching those of the next block meanwhile. So the column first reads the words of all blocks of an event,
-// where the reads overlap: that doubles the applies per second. Callers should therefore pass whole events,
-// and consecutive removals in one call.
+// fetching those of the next block meanwhile. So the block set first reads the words of all blocks of an
+// event, where the reads overlap: that doubles the applies per second. Callers should therefore pass whole
+// events, and consecutive removals in one call.
 
 // prefetchMin is the number of blocks from which prefetching is faster.
 const prefetchMin = 4
 
 // prefetchStore fetches what storing blocks under hashes will read.
-func (c *Column) prefetchStore(blocks []Handle, hashes []uint64) {
+func (c *BlockSet) prefetchStore(blocks []Handle, hashes []uint64) {
 	if len(blocks) < prefetchMin {
 		return
 	}
@@ -454,7 +456,7 @@ func (c *Column) prefetchStore(blocks []Handle, hashes []uint64) {
 }
 
 // prefetchRemove fetches what removing blocks will read: records, then slots, then the table.
-func (c *Column) prefetchRemove(blocks []Handle) {
+func (c *BlockSet) prefetchRemove(blocks []Handle) {
 	if len(blocks) < prefetchMin {
 		return
 	}

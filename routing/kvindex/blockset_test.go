@@ -56,7 +56,7 @@ func TestFencingByEpochAndIncarnation(t *testing.T) {
 	d, err := ix.Open(second, Options{Feed: FromDeltas})
 	require.NoError(t, err)
 	assert.Empty(t, ix.Match([]uint64{1}, nil),
-		"the old column is hidden at once, the new one until its snapshot")
+		"the old block set is hidden at once, the new one until its snapshot")
 	c.Apply(Delta{Change: Stored, Hashes: []uint64{3}})
 	assert.Negative(t, c.bit)
 	_, err = ix.Open(Owner{Rank: 5, Epoch: 1, Incarnation: 9}, Options{})
@@ -69,7 +69,7 @@ func TestFencingByEpochAndIncarnation(t *testing.T) {
 	verify(t, ix)
 }
 
-func TestColumnsAreSweptThenReused(t *testing.T) {
+func TestBlockSetsAreSweptThenReused(t *testing.T) {
 	ix := newIndex(t, Config{})
 	for i := range 300 {
 		c, err := ix.Open(Owner{Rank: uint32(i % 40), Epoch: uint64(i)},
@@ -87,11 +87,11 @@ func TestColumnsAreSweptThenReused(t *testing.T) {
 		require.NoError(t, err)
 	}
 	_, err := ix.Open(Owner{Rank: 999}, Options{})
-	require.ErrorIs(t, err, ErrNoColumn)
+	require.ErrorIs(t, err, ErrNoBlockSet)
 	verify(t, ix)
 }
 
-func TestTiersAreColumnsOfTheirOwn(t *testing.T) {
+func TestTiersAreBlockSetsOfTheirOwn(t *testing.T) {
 	ix := newIndex(t, Config{})
 	for _, tier := range []Tier{GPU, CPU} {
 		c, err := ix.Open(Owner{Rank: 1, Tier: tier}, Options{Feed: FromDeltas, Shown: true})
@@ -166,10 +166,10 @@ func TestAsideIsBounded(t *testing.T) {
 
 func TestNewRefusesWhatCannotWork(t *testing.T) {
 	for _, c := range []Config{
-		{Columns: -1},
-		{Columns: MaxColumns + 1},
+		{Sets: -1},
+		{Sets: MaxSets + 1},
 		{Bytes: 1000},
-		{Columns: MaxColumns, Bytes: minBytes},
+		{Sets: MaxSets, Bytes: minBytes},
 	} {
 		_, err := New(c)
 		assert.Error(t, err)
