@@ -1,6 +1,7 @@
 package main
 
 import (
+	"strings"
 	"testing"
 	"time"
 
@@ -218,11 +219,19 @@ func TestFormatIntListAndSpan(t *testing.T) {
 	assert.Equal(t, "3", formatSpan(3, 3))
 }
 
+// serves runs a command that serves until it is interrupted.
+func (c *cli) serves(t *testing.T, args ...string) {
+	t.Helper()
+	code := c.start(args...)
+	eventually(t, "it serves", func() bool { return strings.Contains(c.stdout(), "admin ") })
+	c.interrupt()
+	require.Zero(t, exit(t, code), c.stderr())
+}
+
 func TestStartPrintsTheJoinCommandOnce(t *testing.T) {
 	c := newCLI(t)
 	c.node.joinAt, c.node.joinWith = "10.0.0.1:7947", "dpj1.y"
-	go func() { time.Sleep(50 * time.Millisecond); c.interrupt() }()
-	require.Zero(t, c.run([]string{"start", "--advertise", "127.0.0.2"}), c.stderr())
+	c.serves(t, "start", "--advertise", "127.0.0.2")
 	assert.Contains(t, c.stderr(), "dpserve join 10.0.0.1:7947 --token dpj1.y")
 	assert.Equal(t, "127.0.0.2:8000", c.node.config.HTTPBind)
 	assert.Equal(t, "127.0.0.2:8265", c.node.config.AdminBind)
@@ -232,16 +241,13 @@ func TestJoinWantsAToken(t *testing.T) {
 	c := newCLI(t)
 	assert.Equal(t, 2, c.run([]string{"join", "10.0.0.1:7947"}))
 	assert.Contains(t, c.stderr(), "join wants --token")
-	go func() { time.Sleep(50 * time.Millisecond); c.interrupt() }()
-	require.Zero(t,
-		c.run([]string{"join", "10.0.0.1:7947", "--token", "dpj1.z", "--advertise", "10.0.0.2"}), c.stderr())
+	c.serves(t, "join", "10.0.0.1:7947", "--token", "dpj1.z", "--advertise", "10.0.0.2")
 	assert.Equal(t, "10.0.0.1:7947", c.node.config.Join.Address)
 	assert.Equal(t, "127.0.0.1:8000", c.node.config.HTTPBind)
 }
 
 func TestJoinShowsItselfWhereItReachesTheCluster(t *testing.T) {
 	c := newCLI(t)
-	go func() { time.Sleep(50 * time.Millisecond); c.interrupt() }()
-	require.Zero(t, c.run([]string{"join", "127.0.0.1:7947", "--token", "dpj1.z"}), c.stderr())
+	c.serves(t, "join", "127.0.0.1:7947", "--token", "dpj1.z")
 	assert.Equal(t, "127.0.0.1", c.node.config.Advertise)
 }

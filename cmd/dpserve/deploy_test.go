@@ -254,7 +254,7 @@ func TestStatusWatch(t *testing.T) {
 	cli := newCLI(t)
 	cli.now = func() time.Time { return time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC) }
 	cli.cluster.script = [][]client.AppStatus{{demo(client.StatusRunning, 1, state.Ready)}}
-	cli.cluster.onApps = func(int) { cli.interrupt() }
+	cli.cluster.onApps = cli.interruptOnce
 	assert.Equal(t, 0, cli.run([]string{"status", "-w"}), "Ctrl-C is how a watch ends")
 }
 

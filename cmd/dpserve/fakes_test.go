@@ -62,6 +62,13 @@ func (c *cli) interrupt() {
 	}
 }
 
+// interruptOnce sends one signal, at the first call of a fake.
+func (c *cli) interruptOnce(call int) {
+	if call == 0 {
+		c.interrupt()
+	}
+}
+
 // file writes a temporary app.yaml and returns its path.
 func file(t *testing.T, text string) string {
 	t.Helper()

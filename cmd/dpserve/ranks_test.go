@@ -57,7 +57,7 @@ func TestRanksAddWaits(t *testing.T) {
 
 	cli = newCLI(t)
 	cli.cluster.script = [][]client.AppStatus{now(2, state.Ready, state.Ready, state.Starting)}
-	cli.cluster.onApps = func(int) { cli.interrupt() }
+	cli.cluster.onApps = cli.interruptOnce
 	assert.Equal(t, 130, cli.run([]string{"ranks", "add", "edge", "http://h:1", "--wait"}))
 
 	cli = newCLI(t)

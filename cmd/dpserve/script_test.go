@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"strings"
 	"testing"
@@ -71,10 +72,12 @@ func cmdExit(ts *testscript.TestScript, neg bool, args []string) {
 	}
 }
 
-// cmdUntil is `until TEXT ARGS…`: it runs dpserve with these arguments until its stdout contains TEXT.
+// cmdUntil is `until REGEXP ARGS…`: it runs dpserve with these arguments until a line of its stdout matches.
 func cmdUntil(ts *testscript.TestScript, _ bool, args []string) {
+	line, err := regexp.Compile("(?m)" + args[0])
+	ts.Check(err)
 	if !poll(func() bool {
-		return ts.Exec("dpserve", args[1:]...) == nil && strings.Contains(ts.ReadFile("stdout"), args[0])
+		return ts.Exec("dpserve", args[1:]...) == nil && line.MatchString(ts.ReadFile("stdout"))
 	}) {
 		ts.Fatalf("dpserve %s never said %q; it said:\n%s", strings.Join(args[1:], " "), args[0],
 			ts.ReadFile("stdout"))

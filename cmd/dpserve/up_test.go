@@ -33,7 +33,7 @@ func exit(t *testing.T, code <-chan int) int {
 	select {
 	case c := <-code:
 		return c
-	case <-time.After(10 * time.Second):
+	case <-time.After(time.Minute):
 		t.Fatal("the command does not end")
 		return -1
 	}

@@ -203,7 +203,7 @@ func (m *Member) Thaw() {
 }
 
 // endTime is how long a node may take to end, before it is killed and the test fails.
-const endTime = 15 * time.Second
+const endTime = Patience
 
 // gone waits for the end of a node that was asked to end.
 func (m *Member) gone() {
