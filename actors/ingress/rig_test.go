@@ -578,7 +578,7 @@ func (g *rig) start(o *options) {
 	g.client = &http.Client{Transport: tr}
 	g.t.Cleanup(func() {
 		tr.CloseIdleConnections()
-		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), soon)
 		defer cancel()
 		require.NoError(g.t, in.Close(ctx))
 		require.NoError(g.t, <-served)

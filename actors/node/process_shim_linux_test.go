@@ -23,6 +23,7 @@ import (
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/process"
 	"github.com/dpserve/dpserve/internal/shim"
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
 // shimPatience bounds every wait of these tests.
@@ -380,7 +381,7 @@ func TestEnginesWithoutCgroups(t *testing.T) {
 	program := filepath.Join(t.TempDir(), "shim")
 	text := "#!/bin/sh\nexec unshare -m sh -c 'mount -o remount,bind,ro \"$0\" && exec \"$@\"' '" +
 		filepath.Dir(at) + "' '" + self + "' \"$@\"\n"
-	require.NoError(t, os.WriteFile(program, []byte(text), 0o700))
+	require.NoError(t, parallel.WriteProgram(program, []byte(text)))
 	said := &sink{}
 	l := openTest(t, t.TempDir(), func(c *Config) {
 		c.Executable, c.Log = program, slog.New(slog.NewTextHandler(said, nil))

@@ -13,6 +13,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
 // printServe returns what `dpserve serve WORDS --print` prints.
@@ -95,7 +96,7 @@ func TestServeNeedsDevicesAndProgram(t *testing.T) {
 	t.Setenv("PATH", programs)
 	f.up.node.config.GPUs = "auto"
 	require.Error(t, f.checkDevices(none))
-	require.NoError(t, os.WriteFile(filepath.Join(programs, "rocm-smi"), nil, 0o700))
+	require.NoError(t, parallel.WriteProgram(filepath.Join(programs, "rocm-smi"), nil))
 	require.NoError(t, f.checkDevices(none))
 	err = checkPrograms(context.Background(), none)
 	require.EqualError(t, err, `a: engine vllm is not installed: no program "vllm" in PATH`)
@@ -118,7 +119,7 @@ func TestServeNeedsThePythonModule(t *testing.T) {
 		"3": "a: engine sglang is not installed: " + bin + `/python3 has no module "sglang"`,
 	} {
 		script := "#!/bin/sh\n[ \"$3\" = sglang ] && exit " + code + "\nexit 3\n"
-		require.NoError(t, os.WriteFile(filepath.Join(bin, "python3"), []byte(script), 0o700))
+		require.NoError(t, parallel.WriteProgram(filepath.Join(bin, "python3"), []byte(script)))
 		if err := checkPrograms(t.Context(), a); want == "" {
 			require.NoError(t, err)
 		} else {

@@ -11,6 +11,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/devices"
 	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
 func TestGPUsFlag(t *testing.T) {
@@ -47,7 +48,7 @@ func fakeSMI(t *testing.T, gpus, topology string) {
 	dir := t.TempDir()
 	text := "#!/bin/sh\ncase $1 in\n--query-gpu=*) printf '" + gpus + "' ;;\ntopo) printf '" + topology +
 		"' ;;\nesac\n"
-	require.NoError(t, os.WriteFile(dir+"/nvidia-smi", []byte(text), 0o700))
+	require.NoError(t, parallel.WriteProgram(dir+"/nvidia-smi", []byte(text)))
 	t.Setenv("PATH", dir+string(os.PathListSeparator)+os.Getenv("PATH"))
 	if _, isSet := os.LookupEnv("CUDA_VISIBLE_DEVICES"); isSet {
 		t.Setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")

@@ -22,6 +22,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/dpserve/dpserve/internal/process"
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
 // patience bounds every wait of these tests.
@@ -306,7 +307,7 @@ func withoutCgroups(t *testing.T) string {
 	path := filepath.Join(t.TempDir(), "shim")
 	text := "#!/bin/sh\nexec unshare -m sh -c 'mount -o remount,bind,ro \"$0\" && exec \"$@\"' '" +
 		filepath.Dir(at) + "' '" + self + "' \"$@\"\n"
-	require.NoError(t, os.WriteFile(path, []byte(text), 0o700))
+	require.NoError(t, parallel.WriteProgram(path, []byte(text)))
 	return path
 }
 
@@ -515,7 +516,7 @@ func forge(t *testing.T, word string, attr *syscall.SysProcAttr, isRecorded bool
 		binary, err := os.ReadFile(program)
 		require.NoError(t, err)
 		program = filepath.Join(folder, "forger")
-		require.NoError(t, os.WriteFile(program, binary, 0o755))
+		require.NoError(t, parallel.WriteProgram(program, binary))
 	}
 	cmd := exec.CommandContext(t.Context(), program, forgerWord, folder, word)
 	cmd.SysProcAttr = attr

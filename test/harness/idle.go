@@ -68,7 +68,7 @@ func idleRouter(ask get, app string) error {
 }
 
 // endPatience bounds how long the requests of a test may take to end by themselves.
-const endPatience = 20 * time.Second
+const endPatience = 60 * time.Second
 
 // WaitFor calls f every step until it returns nil, and returns f's last error when limit is over. All waits
 // of the tests of processes and nodes are made of it.

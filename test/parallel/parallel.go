@@ -1,10 +1,12 @@
-// Package parallel lets tests that wait do so side by side.
+// Package parallel helps tests that run side by side.
 package parallel
 
 import (
 	"flag"
+	"os"
 	"runtime"
 	"strconv"
+	"syscall"
 )
 
 // AtLeast lets at least n parallel tests of this process run at a time, unless -parallel says otherwise.
@@ -20,4 +22,12 @@ func AtLeast(n int) {
 	if err := p.Value.Set(strconv.Itoa(n)); err != nil {
 		panic(err)
 	}
+}
+
+// WriteProgram writes a program that a test runs. Other tests start no process meanwhile: their child would
+// hold the file open until it runs its own program, and the kernel runs no file that is open for writing.
+func WriteProgram(path string, text []byte) error {
+	syscall.ForkLock.RLock()
+	defer syscall.ForkLock.RUnlock()
+	return os.WriteFile(path, text, 0o755)
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
 // smi is a program nvidia-smi that a node finds first in PATH. It prints what the test puts into its files.
@@ -29,14 +30,13 @@ func newSMI(t *testing.T) *smi {
 	s := &smi{t, t.TempDir()}
 	text := fmt.Sprintf(`#!/bin/sh
 cd %q || exit 1
-[ -f hangs ] && exec sleep 60
 case $1 in
 --query-gpu=*) cat gpus ;;
 --query-compute-apps=*) cat apps ;;
 topo) cat topo ;;
 esac
 `, s.dir)
-	require.NoError(t, os.WriteFile(filepath.Join(s.dir, "nvidia-smi"), []byte(text), 0o700))
+	require.NoError(t, parallel.WriteProgram(filepath.Join(s.dir, "nvidia-smi"), []byte(text)))
 	t.Setenv("PATH", s.dir+string(os.PathListSeparator)+os.Getenv("PATH"))
 	if _, isSet := os.LookupEnv("CUDA_VISIBLE_DEVICES"); isSet {
 		t.Setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
@@ -68,7 +68,7 @@ func (s *smi) devices(used ...int) {
 }
 
 // quick are timers for devices that tests can wait for.
-const quick = "device_reread=200ms,device_probe=2s,device_wait=60s"
+const quick = "device_reread=200ms,device_probe=30s,device_wait=60s"
 
 // onlyNode returns the status of the one node.
 func onlyNode(r *harness.Real) client.NodeStatus {

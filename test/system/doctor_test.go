@@ -20,6 +20,7 @@ import (
 	"github.com/dpserve/dpserve/internal/doctor"
 	"github.com/dpserve/dpserve/internal/process"
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/parallel"
 	"github.com/dpserve/dpserve/test/ports"
 )
 
@@ -81,7 +82,9 @@ func (p *patient) write(text string, path ...string) string {
 // plant writes a program below the patient's folder.
 func (p *patient) plant(script string, path ...string) {
 	p.t.Helper()
-	require.NoError(p.t, os.Chmod(p.write("#!/bin/sh\n"+script+"\n", path...), 0o755))
+	file := p.write("", path...)
+	require.NoError(p.t, parallel.WriteProgram(file, []byte("#!/bin/sh\n"+script+"\n")))
+	require.NoError(p.t, os.Chmod(file, 0o755))
 }
 
 // examine runs doctor in a process with the patient's environment and limits.

@@ -14,6 +14,7 @@ import (
 
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
 // unchanged waits until every rank is as before: same node, epoch, incarnation and process.
@@ -183,7 +184,7 @@ func copyFile(t *testing.T, from, to string) {
 	t.Helper()
 	b, err := os.ReadFile(from)
 	require.NoError(t, err)
-	require.NoError(t, os.WriteFile(to+".new", b, 0o755))
+	require.NoError(t, parallel.WriteProgram(to+".new", b))
 	require.NoError(t, os.Rename(to+".new", to))
 }
 

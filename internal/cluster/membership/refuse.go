@@ -42,6 +42,10 @@ var refusalTexts = []struct {
 	{"Failed to decompress", Malformed},
 }
 
+// silence is in the text about a peer that has connected and said nothing in time, as a node does that stands
+// still: nothing of it was refused.
+const silence = "i/o timeout"
+
 // wasRemoved is in the text of a refusal that is no reason for a warning: a removed node gossips on until it
 // learns of its removal.
 const wasRemoved = "was removed from the cluster"
@@ -100,6 +104,9 @@ func (l *logReader) Write(line []byte) (int, error) {
 }
 
 func reasonOf(text string) Reason {
+	if strings.Contains(text, silence) {
+		return ""
+	}
 	for _, t := range refusalTexts {
 		if strings.Contains(text, t.text) {
 			return t.reason

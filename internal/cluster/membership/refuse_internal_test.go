@@ -12,6 +12,13 @@ import (
 	"github.com/stretchr/testify/assert"
 )
 
+// A peer that stands still is not taken for one with another key.
+func TestSilenceIsNoRefusal(t *testing.T) {
+	const header = "failed to receive and remove the stream label header: "
+	assert.Equal(t, BadKey, reasonOf(header+"cannot decode label from=10.0.0.1:39982"))
+	assert.Empty(t, reasonOf(header+"read tcp 10.0.0.2:7946->10.0.0.1:39982: i/o timeout"))
+}
+
 // HF75: memberlist says of a node that only TCP reached it. Once may be a restart of that node, twice is a
 // warning.
 func TestUDPIsBlocked(t *testing.T) {

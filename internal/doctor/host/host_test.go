@@ -23,6 +23,7 @@ import (
 	"github.com/dpserve/dpserve/internal/doctor"
 	"github.com/dpserve/dpserve/internal/process"
 	"github.com/dpserve/dpserve/internal/shim"
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -282,7 +283,7 @@ func TestAskVersion(t *testing.T) {
 	dir := t.TempDir()
 	program := func(name, text string) string {
 		path := filepath.Join(dir, name)
-		require.NoError(t, os.WriteFile(path, []byte("#!/bin/sh\n"+text+"\n"), 0o755))
+		require.NoError(t, parallel.WriteProgram(path, []byte("#!/bin/sh\n"+text+"\n")))
 		return path
 	}
 	env := environment(os.Environ())

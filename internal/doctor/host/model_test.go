@@ -12,6 +12,7 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/doctor"
 	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
 // vllmApp returns an application that loads a model.
@@ -26,7 +27,7 @@ func write(t *testing.T, text string, path ...string) string {
 	t.Helper()
 	file := filepath.Join(path...)
 	require.NoError(t, os.MkdirAll(filepath.Dir(file), 0o755))
-	require.NoError(t, os.WriteFile(file, []byte(text), 0o755))
+	require.NoError(t, parallel.WriteProgram(file, []byte(text)))
 	return file
 }
 
