@@ -122,27 +122,8 @@ func TestAdmitCarriesBlocksAndHit(t *testing.T) {
 	assert.Equal(t, seen[0].Blocks, seen[1].Blocks[:6])
 }
 
-// TestSessionsStay: a session stays on its rank, by header or by the body's user.
-func TestSessionsStay(t *testing.T) {
-	g := newRig(t, options{
-		engines: engines(4, replies(200, wholeAnswer)),
-		app:     withRouting("session-affinity"),
-	})
-	ranks := map[string]bool{}
-	for s := range 12 {
-		name := fmt.Sprint("session-", s)
-		first := g.post("/v1/chat/completions", chatBody, headerSessionID, name).header.Get(headerRank)
-		ranks[first] = true
-		assert.Equal(t, first, g.post("/v1/chat/completions", chatBody, headerSession, name).header.Get(
-			headerRank))
-		assert.Equal(t, first, g.post("/v1/chat/completions", chat("hi", `"user":"`+name+`"`)).header.Get(
-			headerRank))
-	}
-	assert.Greater(t, len(ranks), 1)
-}
-
-// RA5: a session that another ingress sent to a rank stays on that rank here too, and the rank is told the
-// session of each request.
+// RA5: a session that another ingress sent to a rank stays on that rank here too, whether its header or the
+// body's user names it, and the rank is told the session of each request.
 func TestSessionsOfOtherIngressesStay(t *testing.T) {
 	g := newRig(t, options{
 		engines: engines(4, replies(200, wholeAnswer)),
@@ -167,7 +148,11 @@ func TestSessionsOfOtherIngressesStay(t *testing.T) {
 		})
 		home.emit(&msg.Record{Kind: msg.RecDone, ReqID: uint64(n), Ingress: "n9", Tokens: 10})
 		home.mu.Unlock()
-		a := g.post("/v1/chat/completions", chatBody, headerSessionID, name)
+		body, header := chatBody, []string{[]string{headerSessionID, headerSession}[n%2], name}
+		if n%3 == 0 {
+			body, header = chat("hi", `"user":"`+name+`"`), nil
+		}
+		a := g.post("/v1/chat/completions", body, header...)
 		assert.Equal(t, strconv.Itoa(n%4), a.header.Get(headerRank))
 		assert.Equal(t, 1, told[routing.SessionKey(name)])
 	}
@@ -182,31 +167,6 @@ func TestTheDefaultPolicyExists(t *testing.T) {
 		require.NoError(t, err)
 		assert.Equal(t, app.DefaultPolicy(c), p.Name())
 	}
-}
-
-// TestWishesInHeaders: an invalid routing header is the client's fault; valid ones do not reach an engine.
-func TestWishesInHeaders(t *testing.T) {
-	var mu sync.Mutex
-	var seen http.Header
-	g := newRig(t, options{engines: engines(1, func(w http.ResponseWriter, r *http.Request) {
-		mu.Lock()
-		seen = r.Header.Clone()
-		mu.Unlock()
-		replies(200, wholeAnswer)(w, r)
-	})})
-	for _, name := range []string{headerTTFT, headerTPOT, headerPriority, headerRank} {
-		a := g.post("/v1/chat/completions", chatBody, name, "soon")
-		assert.Equal(t, http.StatusBadRequest, a.status, name)
-		assert.Contains(t, a.body, strings.ToLower(name))
-	}
-	a := g.post("/v1/chat/completions", chatBody, headerTTFT, "100", headerTPOT, "20.5", headerPriority, "2",
-		headerSession, "s", headerSessionID, "t")
-	require.Equal(t, http.StatusOK, a.status)
-	assert.Empty(t, a.header.Get(headerCached), "round-robin predicts nothing")
-	for name := range seen {
-		assert.NotContains(t, name, "Dpserve")
-	}
-	assert.Equal(t, "t", seen.Get(headerSessionID))
 }
 
 // TestAttemptsOfThePolicy: cache-aware, documented, gives a request six attempts, three of them on one rank.

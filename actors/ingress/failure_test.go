@@ -8,7 +8,6 @@ import (
 	"net"
 	"net/http"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -23,52 +22,6 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/test/memnet"
 )
-
-// TestFS4EveryReplicaAnswers500: each request asks as many ranks as it may while they have room, no rank
-// twice, and gets the words of the last one. When it must wait for room, retries stay within a tenth of the
-// requests plus 20.
-func TestFS4EveryReplicaAnswers500(t *testing.T) {
-	const n = 200
-	var calls atomic.Int32
-	engine := func(w http.ResponseWriter, r *http.Request) {
-		calls.Add(1)
-		replies(500, fmt.Sprintf(`{"error":{"message":"m %d"}}`, calls.Load()))(w, r)
-	}
-	g := newRig(t, options{engines: []http.HandlerFunc{engine, engine, engine, engine}, max: 1})
-	for range 10 {
-		tried := g.attemptsPerRank(func() {
-			a := g.post("/v1/chat/completions", chatBody)
-			assert.Equal(t, 500, a.status)
-			assert.Contains(t, a.body, `{"error":{"message":"m `)
-			assert.Equal(t, "3", a.header.Get("X-Dpserve-Attempts"))
-		})
-		assert.Subset(t, []int{0, 1}, tried, "attempts of one request, by rank")
-	}
-	alone := int(calls.Load())
-	assert.Equal(t, 30, alone, "three attempts a request")
-	var wg sync.WaitGroup
-	for range 8 { // more than there are places
-		wg.Go(func() {
-			for range n / 8 {
-				assert.Equal(t, 500, g.postCtx(t.Context(), "/v1/chat/completions", chatBody).status)
-			}
-		})
-	}
-	wg.Wait()
-	assert.Less(t, int(calls.Load())-alone, 3*n, "some retries had to wait")
-}
-
-// attemptsPerRank is how often each rank was tried while f ran.
-func (g *rig) attemptsPerRank(f func()) (tried []int) {
-	for _, r := range g.replicas {
-		tried = append(tried, -r.granted())
-	}
-	f()
-	for i, r := range g.replicas {
-		tried[i] += r.granted()
-	}
-	return tried
-}
 
 // TestAClientThatLeavesDuringItsAdmissionIsNoTimeout: the rank calls the request expired; the ingress logs
 // and counts it as a client that left.

@@ -2,9 +2,7 @@ package ingress
 
 import (
 	"context"
-	"fmt"
 	"net/http"
-	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -17,6 +15,7 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/test/memnet"
+	"github.com/dpserve/dpserve/test/pairengine"
 )
 
 // groupPair is an application of two pools in fake time: a lockstep group of prefill ranks, and decode
@@ -43,23 +42,11 @@ func inGroupPair(t *testing.T, max int, prefill time.Duration, change func(p, d 
 		}
 		pair := newPairRig(t, o)
 		for i, e := range pair.p {
-			e.set(func(w http.ResponseWriter, r *http.Request, c pdCall) bool {
+			e.Do(func(l *pairengine.Leg) bool {
 				engine.mu.Lock()
-				engine.arrived = append(engine.arrived, arrival{i, r.Header.Get("X-Request-Id"), time.Now()})
+				engine.arrived = append(engine.arrived, arrival{i, l.ID(), l.Began})
 				engine.mu.Unlock()
-				select {
-				case <-time.After(engine.prefill):
-				case <-r.Context().Done():
-				}
-				replies(http.StatusOK, strings.Replace(e.prefillAnswer(i), `"prompt_tokens":5`,
-					fmt.Sprintf(`"prompt_tokens":%d`, len(c.raw)/4), 1))(w, r)
-				return true
-			})
-		}
-		for _, e := range pair.d { // without a usage, of which the router would learn what a token is
-			e.set(func(w http.ResponseWriter, _ *http.Request, _ pdCall) bool {
-				sse(w, roleChunk, textChunk, stopChunk, doneEvent)
-				return true
+				return l.StallUntil(after(engine.prefill))
 			})
 		}
 		g := &groupPair{&groupRig{rig: pair.rig, engine: engine}, pair}
@@ -79,6 +66,13 @@ func inGroupPair(t *testing.T, max int, prefill time.Duration, change func(p, d 
 			}
 		}
 	})
+}
+
+// after is closed when a time is over.
+func after(d time.Duration) <-chan struct{} {
+	over := make(chan struct{})
+	time.AfterFunc(d, func() { close(over) })
+	return over
 }
 
 // held is how many requests wait for the group.
@@ -150,10 +144,8 @@ func TestAReleasedPromptCannotBePaired(t *testing.T) {
 			g.pair.prefills[2].setRefuse(func(*msg.Admit) msg.Refusal { return msg.Full })
 		},
 		"has met none": func(g *groupPair) {
-			e, r := g.pair.p[2], g.pair.prefills[2]
-			e.mu.Lock()
-			e.isMute = true
-			e.mu.Unlock()
+			r := g.pair.prefills[2]
+			g.pair.p[2].DoFirst(noPeer)
 			g.pair.in.findPair("demo").router.Update(func(t *routing.PairTable) {
 				t.ForgetPrefill(routing.RankRef{ID: r.id, Incarnation: r.incarnation})
 			})

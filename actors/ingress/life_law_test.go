@@ -21,6 +21,7 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/test/pairengine"
 )
 
 // The tests of this file hold for every request, whatever its policy, its ranks and its connections.
@@ -112,24 +113,16 @@ func TestARequestKillsAtMostTwoRanks(t *testing.T) {
 // RP23, RP24: of both pools together, whether the legs run one after the other, one inside the other, or at
 // once.
 func TestASplitRequestKillsAtMostTwoRanks(t *testing.T) {
-	const worker = `{"engine_id":"e7","worker_addr":{"0":{"0":"tcp://10.0.0.1:1"}}}`
-	bootstrap := httptest.NewServer(replies(200, `{"0":`+worker+`,"1":`+worker+`}`))
-	t.Cleanup(bootstrap.Close)
-	for transfer, pd := range map[string]app.AttachPD{
-		app.TransferNIXL:     {},
-		app.TransferNIXLPush: {EngineID: "e1", SideChannel: "10.0.0.1:5600", TPSize: 2},
-		app.TransferMooncake: {Bootstrap: bootstrap.URL},
-	} {
+	for _, transfer := range []string{app.TransferNIXL, app.TransferNIXLPush, app.TransferMooncake} {
 		for _, warm := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s, warm %v", transfer, warm), func(t *testing.T) {
 				t.Parallel()
 				var engines []*mortal
-				o := options{prefills: 2, decodes: 3, wrap: func(h http.Handler) string {
+				o := options{prefills: 2, decodes: 3, transfer: transfer, wrap: func(h http.Handler) string {
 					e := newMortal(t, h)
 					engines = append(engines, e)
 					return e.url
 				}}
-				o.change = attachPools(transfer, pd)
 				g := newPairRig(t, o)
 				for range 12 {
 					if warm {
@@ -260,11 +253,11 @@ func (g *rig) usesPolicy(policy string) {
 
 // lawEngine is the engine of a rank that may fail.
 type lawEngine struct {
-	*pdEngine
+	*pairengine.Engine
 	*httptest.Server
 }
 
-func newLawEngine(t *testing.T, e *pdEngine) lawEngine {
+func newLawEngine(t *testing.T, e *pairengine.Engine) lawEngine {
 	srv := httptest.NewServer(e)
 	t.Cleanup(func() { srv.CloseClientConnections(); srv.Close() })
 	return lawEngine{e, srv}
@@ -280,8 +273,8 @@ func (g *rig) suffers(f *fault, rank *replica, engine lawEngine, isCold bool) st
 	if isCold {
 		engine.CloseClientConnections()
 	}
-	engine.set(answers(f.engine))
-	defer engine.set(nil)
+	engine.Do(answers(f.engine))
+	defer engine.Do(nil)
 	if f.begun {
 		n = 40
 		rank.setEjects(true)
@@ -320,14 +313,18 @@ func TestLawABadRankOfThree(t *testing.T) {
 			var g *rig
 			var engines []lawEngine
 			serve := func(e http.Handler) string {
-				engines = append(engines, newLawEngine(t, e.(*pdEngine)))
+				engines = append(engines, newLawEngine(t, e.(*pairengine.Engine)))
 				return engines[len(engines)-1].URL
 			}
 			far, bad := world%2 == 1, []int{2}
 			if world < 2 {
-				g = newRig(t, options{far: far, urls: []string{
-					serve(&pdEngine{}), serve(&pdEngine{}), serve(&pdEngine{}),
-				}})
+				fleet := pairengine.New(t, app.TransferSim, model1)
+				fleet.Mark = ""
+				var urls []string
+				for range 3 {
+					urls = append(urls, serve(fleet.Make(pairengine.Both, 1)))
+				}
+				g = newRig(t, options{far: far, urls: urls})
 			} else {
 				g = newPairRig(t, options{prefills: 3, decodes: 3, max: 32, far: far, wrap: serve}).rig
 				bad = []int{0, 3} // the first of each pool

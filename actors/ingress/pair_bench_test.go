@@ -21,7 +21,10 @@ func benchPairEngine(b *testing.B) string {
 	b.Helper()
 	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
 	require.NoError(b, err)
-	prefill := (&pdEngine{name: "p"}).prefillAnswer(1)
+	const prefill = `{"id":"p","choices":[{"index":0,"text":"x","finish_reason":"length"}],` +
+		`"usage":{"prompt_tokens":5,"total_tokens":6,"completion_tokens":1},"kv_transfer_params":{` +
+		`"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[[1]],"remote_engine_id":"p",` +
+		`"remote_request_id":"r","remote_host":"h","remote_port":5600,"remote_num_tokens":5}}`
 	srv := &http.Server{
 		ReadHeaderTimeout: time.Minute,
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -4,8 +4,10 @@ import (
 	"cmp"
 	"context"
 	"net/http"
+	"net/http/httptest"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -15,34 +17,30 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/test/pairengine"
 )
 
-// TestNotSplit: what cannot be split goes to one decode rank, and is counted by its reason.
-func TestNotSplit(t *testing.T) {
-	g := newPairRig(t, options{prefills: 1, decodes: 1})
-	for reason, c := range map[string][2]string{
-		"several_choices": {
-			"/v1/chat/completions", `{"model":"demo","n":3,"messages":[{"role":"user","content":"hi"}]}`,
-		},
-		"prompt_list": {"/v1/completions", `{"model":"demo","prompt":["a","b"]}`},
-		"media": {
-			"/v1/chat/completions", `{"model":"demo","messages":[{"role":"user","content":[{"type":` +
-				`"image_url","image_url":{"url":"data:,"}}]}]}`,
-		},
-	} {
-		a := g.post(c[0], c[1])
-		g.served(a, "local")
-		g.requireMetric(`dpserve_pd_not_split_total{app="demo",reason="`+reason+`"}`, "1")
-	}
-	assert.Zero(t, total(g.p))
-	assert.Equal(t, 200, g.post("/tokenize", `{"model":"demo","prompt":"x"}`).status)
-	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="ok",way="local"}`, "3")
-}
+// noPeer is an engine that does not find the other one.
+func noPeer(l *pairengine.Leg) bool { return l.Fail(http.StatusInternalServerError) }
 
 // TestRoutesThatAreNotSplit: every route but chats and completions stays on one decode rank, is counted with
 // reason route if the engine computes for it, and explain says the same and counts nothing.
 func TestRoutesThatAreNotSplit(t *testing.T) {
-	g := newPairRig(t, options{prefills: 1, decodes: 1})
+	var asked atomic.Int32 // of the prefill rank's engine
+	g := newPairRig(t, options{prefills: 1, decodes: 1, wrap: func(e http.Handler) string {
+		srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			switch {
+			case r.URL.Path == openai.Completions.Path(): // the two engines meet
+				e.ServeHTTP(w, r)
+				return
+			case e.(*pairengine.Engine).Role == pairengine.Prefill:
+				asked.Add(1)
+			}
+			replies(200, wholeAnswer)(w, r)
+		}))
+		t.Cleanup(srv.Close)
+		return srv.URL
+	}})
 	sound, formType := form(t, "file", "RIFF", "model", "demo")
 	body, counted := `{"model":"demo","input":"x","messages":[],"text":"x"}`, 0
 	for r := openai.Tokenize; int(r) < openai.NumRoutes; r++ {
@@ -66,7 +64,7 @@ func TestRoutesThatAreNotSplit(t *testing.T) {
 		}
 	}
 	assert.Greater(t, counted, 10)
-	assert.Zero(t, total(g.p), "no prefill rank was asked")
+	assert.Zero(t, asked.Load(), "no prefill rank was asked")
 }
 
 // RP42: a pair takes requests only after it has met, and again after a restart of either rank.
@@ -75,10 +73,8 @@ func TestPrewarm(t *testing.T) {
 	g := newPairRig(t, options{prefills: 1, decodes: 1, cold: true})
 	g.awaitPairs(1)
 	g.served(g.post("/v1/chat/completions", streamBody), "remote")
-	for i, e := range []*pdEngine{g.d[0], g.p[0]} {
-		e.mu.Lock()
-		e.isMute = true
-		e.mu.Unlock()
+	for i, e := range []*pairengine.Engine{g.d[0], g.p[0]} {
+		e.DoFirst(noPeer)
 		r := []*replica{g.decodes[0], g.prefills[0]}[i]
 		r.reborn()
 		g.store.set(newEpoch(r))
@@ -88,9 +84,7 @@ func TestPrewarm(t *testing.T) {
 			return p.decode.canServe() && p.prefill.canServe() && count.all == 1 && count.why != ""
 		}, "the pair has not met")
 		g.served(g.post("/v1/chat/completions", streamBody), "fallback")
-		e.mu.Lock()
-		e.isMute = false
-		e.mu.Unlock()
+		e.DoFirst(nil)
 		g.awaitPairs(1)
 		g.served(g.post("/v1/chat/completions", streamBody), "remote")
 	}
@@ -100,31 +94,32 @@ func TestPrewarm(t *testing.T) {
 // RP42: a rank that is lost ends the warm-up at once. A warm-up takes no ticket and is not counted.
 func TestPrewarmOfALostRank(t *testing.T) {
 	t.Parallel()
-	push := attachPools(app.TransferNIXLPush, app.AttachPD{EngineID: "e1", SideChannel: "10.0.0.9:5600"})
-	for name, change := range map[string]func(p, d *app.Application){"pull": nil, "push": push} {
+	for _, transfer := range []string{app.TransferNIXL, app.TransferNIXLPush} {
 		for _, isDecode := range []bool{false, true} {
-			if name == "push" && !isDecode {
-				continue // the stub decode engine waits for no push
-			}
-			g := newPairRig(t, options{prefills: 1, decodes: 1, change: change})
+			g := newPairRig(t, options{prefills: 1, decodes: 1, transfer: transfer})
 			e, r, side := g.p[0], g.prefills[0], "prefill"
 			if isDecode {
 				e, r, side = g.d[0], g.decodes[0], "decode"
 			}
-			e.mu.Lock()
-			e.hangs = make(chan struct{}, 1)
-			e.mu.Unlock()
+			hangs := make(chan struct{}, 1)
+			e.DoFirst(func(l *pairengine.Leg) bool {
+				select {
+				case hangs <- struct{}{}:
+				default:
+				}
+				return l.Stall()
+			})
 			b, done := g.in.findPair("demo").backend, make(chan error, 1)
 			for runs := false; !runs; {
 				go func() { done <- b.Prewarm(t.Context(), g.prefills[0].ref(), g.decodes[0].ref()) }()
 				select {
-				case <-e.hangs:
+				case <-hangs:
 					runs = true
 				case <-done: // the process stood still
 				}
 			}
 			r.say(false, true, "exit_1")
-			require.EqualError(t, <-done, side+" rank: engine: the rank's unit was fenced", name)
+			require.EqualError(t, <-done, side+" rank: engine: the rank's unit was fenced", transfer)
 			for _, r := range g.replicas {
 				r.mu.Lock()
 				assert.Empty(t, r.dones)
@@ -162,11 +157,11 @@ func TestAlarm(t *testing.T) {
 		g.prefills[0].status(1)
 		g.decodes[0].status(1)
 		g.decodes[0].status(2) // a decode rank's engine counts none
-		assert.Zero(t, g.d[0].resets()+g.d[1].resets())
+		assert.Zero(t, g.d[0].Resets()+g.d[1].Resets())
 		g.prefills[0].status(2)
-		eventually(t, func() bool { return g.d[0].resets() == 1 && g.d[1].resets() == 1 }, "both are reset")
+		eventually(t, func() bool { return g.d[0].Resets() == 1 && g.d[1].Resets() == 1 }, "both are reset")
 		g.requireMetric(`dpserve_pd_notes_total{app="demo",note="alarm"}`, "2")
-		assert.Zero(t, g.p[0].resets())
+		assert.Zero(t, g.p[0].Resets())
 		assert.Contains(t, g.logs.String(), "prefill rank 0/0 heard of blocks after the end of their lease")
 	}
 }
@@ -192,11 +187,7 @@ func TestDeletedPair(t *testing.T) {
 	t.Parallel()
 	g := newPairRig(t, options{prefills: 1, decodes: 1})
 	next := make(chan struct{})
-	g.d[0].set(answers(func(w http.ResponseWriter, _ *http.Request) {
-		sse(w, roleChunk, textChunk)
-		<-next
-		sse(w, stopChunk, doneEvent)
-	}))
+	g.d[0].Do(func(l *pairengine.Leg) bool { return l.AnswerAfterFirst(l.Prompt, next) })
 	got := make(chan answer)
 	go func() { got <- g.postCtx(context.Background(), "/v1/chat/completions", streamBody) }()
 	eventually(t, func() bool { return g.decodes[0].firstTokens() == 1 }, "it streams")

@@ -15,15 +15,8 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/test/memnet"
+	"github.com/dpserve/dpserve/test/pairengine"
 )
-
-// answers makes an engine answer every request that is not a prewarm leg with h.
-func answers(h http.HandlerFunc) func(w http.ResponseWriter, r *http.Request, c pdCall) bool {
-	return func(w http.ResponseWriter, r *http.Request, _ pdCall) bool {
-		h(w, r)
-		return true
-	}
-}
 
 // breaksOff ends the connection without an answer. The body is read already.
 func breaksOff(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }
@@ -49,10 +42,10 @@ func TestPrefillFails(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			g := newPairRig(t, options{prefills: 2, decodes: 1})
-			g.p[0].set(answers(c.engine))
+			g.p[0].Do(answers(c.engine))
 			var a answer
 			// the policy takes the prefill ranks in turn: ask until the first one was the first
-			for len(g.p[0].taken()) == 0 {
+			for g.prefills[0].granted() == 0 {
 				a = g.post("/v1/chat/completions", streamBody)
 			}
 			require.Equal(t, c.status, a.status, a.body)
@@ -84,17 +77,17 @@ func (r *replica) allDones() []msg.Done {
 func TestDecodeRejects(t *testing.T) {
 	g := newPairRig(t, options{prefills: 1, decodes: 1})
 	const said = `{"error":{"message":"too long","type":"BadRequestError","code":400}}`
-	g.d[0].set(answers(replies(400, said)))
+	g.d[0].Do(answers(replies(400, said)))
 	a := g.post("/v1/chat/completions", streamBody)
 	assert.Equal(t, 400, a.status)
 	assert.JSONEq(t, said, a.body)
 	assert.Equal(t, "remote", a.header.Get("X-Dpserve-Prefill"))
-	g.d[0].set(answers(sends(said, doneEvent)))
+	g.d[0].Do(answers(sends(said, doneEvent)))
 	a = g.post("/v1/chat/completions", streamBody)
 	assert.Equal(t, 400, a.status)
 	assert.JSONEq(t, said, a.body)
 	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="rejected",way="remote"}`, "2")
-	assert.Equal(t, 2, total(g.p), "nothing is done again")
+	assert.Len(t, g.fleet.Legs(pairengine.Prefill), 2, "nothing is done again")
 }
 
 func (r *replica) ref() routing.RankRef {
@@ -145,11 +138,11 @@ func TestSplitDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var h hangingEngine
 		g := newPairRig(t, options{prefills: 1, decodes: 1, network: &memnet.Network{}})
-		g.p[0].set(answers(h.sends()))
+		g.p[0].Do(answers(h.sends()))
 		a := g.post("/v1/chat/completions", streamBody, "X-Dpserve-Timeout-Ms", "50")
 		assert.Equal(t, "deadline_exceeded", a.code(t))
-		g.p[0].set(nil)
-		g.d[0].set(answers(h.sends()))
+		g.p[0].Do(nil)
+		g.d[0].Do(answers(h.sends()))
 		a = g.post("/v1/chat/completions", streamBody, "X-Dpserve-Timeout-Ms", "100")
 		assert.Equal(t, "deadline_exceeded", a.code(t))
 		g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="deadline",way="remote"}`, "2")

@@ -407,11 +407,13 @@ func TestPairReservationIsRefused(t *testing.T) {
 
 // RP43: a rank of role both gets what is not split, and explain says so.
 func TestExplainWhereEnginesTakeNoPlainRequest(t *testing.T) {
-	g := newPairRig(t, options{prefills: 1, decodes: 3, cold: true, change: func(p, d *app.Application) {
-		attachPools(app.TransferSGLang, app.AttachPD{Bootstrap: "http://127.0.0.1:1"})(p, d)
+	o := options{prefills: 1, decodes: 3, cold: true, transfer: app.TransferSGLang}
+	o.change = func(p, d *app.Application) {
+		p.Engine.Ranks[0].PD.Bootstrap = "http://127.0.0.1:1" // so that no pair meets
 		d.Engine.Ranks[1].Role = app.RoleBoth
 		d.Routing.Policy = "least-loaded"
-	}})
+	}
+	g := newPairRig(t, o)
 	for body, way := range map[string]string{
 		`{"model":"demo","prompt":[1,2,3]}`: "fallback", `{"model":"demo","prompt":[1,2,3],"n":2}`: "local",
 	} {

@@ -26,12 +26,15 @@ func TestProbesAnswer(t *testing.T) {
 		return g.do(req)
 	}
 	readiness := []string{"/health", "/healthz", "/readyz", "/ping", "/-/healthz"}
-	for _, path := range append(readiness, "/livez", "/-/routes") {
+	for _, path := range append(readiness, "/livez", "/-/routes", "/v1/models", "/v1/models/",
+		"/v1/models/demo", "/version") {
 		assert.Equal(t, 200, g.get(path).status, path)
 		a := head(path)
 		assert.Equal(t, 200, a.status, path)
 		assert.Empty(t, a.body)
+		assert.NotEqual(t, "0", a.header.Get("Content-Length"), path)
 	}
+	assert.JSONEq(t, g.get("/v1/models").body, g.get("/v1/models/").body)
 	assert.Equal(t, "success", g.get("/-/healthz").body)
 	assert.JSONEq(t, `{"/": "demo,other", "/team/a": "hidden"}`, g.get("/-/routes").body)
 

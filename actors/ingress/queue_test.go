@@ -1,6 +1,7 @@
 package ingress
 
 import (
+	"cmp"
 	"context"
 	"net/http"
 	"slices"
@@ -332,30 +333,17 @@ func TestGuard(t *testing.T) {
 }
 
 // gatedEngine is an engine that answers one request per token.
-type gatedEngine struct {
-	open chan struct{}
-	mu   sync.Mutex
-	ids  []string
-}
+type gatedEngine struct{ open chan struct{} }
 
 func newGatedEngine() *gatedEngine { return &gatedEngine{open: make(chan struct{}, 1000)} }
 
 func (e *gatedEngine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	drain(r)
-	e.mu.Lock()
-	e.ids = append(e.ids, r.Header.Get("X-Request-Id"))
-	e.mu.Unlock()
 	select {
 	case <-e.open:
 		replies(200, wholeAnswer)(w, r)
 	case <-r.Context().Done():
 	}
-}
-
-func (e *gatedEngine) served() []string {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return append([]string(nil), e.ids...)
 }
 
 // queueUp sends n requests one after the other, each only when the one before is queued.
@@ -372,76 +360,71 @@ func queueUp(g *rig, from, n int) chan answer {
 	return got
 }
 
-// TestRT3WaitingForRoom: there is one place and 100 requests wait; they are served in order, each Done wakes
-// one, and none is left.
-func TestRT3WaitingForRoom(t *testing.T) {
-	t.Parallel()
-	n := 100
-	if testing.Short() {
-		n = 20
+// RT3: while the only rank is away and comes back, requests wait and none is refused; then nothing is hoped
+// for any more.
+func TestRequestsWaitForTheOnlyRank(t *testing.T) {
+	restart := func(g *rig) {
+		g.phase("demo/0/0", state.Starting, 2)
+		assert.Equal(t, 3, g.in.QueueLen("demo"))
+		g.replicas[0].reborn() // its stream knows it first …
+		assert.Equal(t, 3, g.in.QueueLen("demo"), "… and that is not enough")
+		g.phase("demo/0/0", state.Ready, 2)
 	}
-	e := newGatedEngine()
-	g := newRig(t, options{
-		engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
-		app: func(a *app.Application) { a.Timeouts.QueueS = 600 },
-	})
-	first := make(chan answer, 1)
-	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody, "X-Request-Id", "first") }()
-	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")
-	got := queueUp(g, 0, n)
-	want := []string{"first"}
-	for i := range n {
-		want = append(want, "q"+strconv.Itoa(i))
+	for name, c := range map[string]struct {
+		goes, comes func(g *rig)
+		attempts    string // of the first request
+	}{
+		"its unit starts": {goes: func(g *rig) {
+			g.phase("demo/0/0", state.Starting, 2)
+			ar := g.in.ensureAppRouter("demo")
+			eventually(t, func() bool { return !ar.canServe() }, "out of routing")
+		}, comes: restart},
+		"its stream shows a fence that the state does not have yet": {goes: func(g *rig) {
+			g.replicas[0].say(false, true, "engine exited with code 1")
+		}, comes: restart},
+		"it dies with a request": {goes: func(g *rig) {
+			var once sync.Once
+			g.replicas[0].setRefuse(func(*msg.Admit) msg.Refusal {
+				once.Do(func() { g.phase("demo/0/0", state.Starting, 2) })
+				return msg.Granted
+			})
+		}, comes: restart, attempts: "2"},
+		"the state has it, and no stream has reported it yet": {goes: func(g *rig) {
+			g.phase("demo/0/0", state.Ready, 2)
+		}, comes: func(g *rig) { g.replicas[0].reborn() }},
+		"its node has started again, and has not found its engine well yet": {goes: func(g *rig) {
+			g.phase("demo/0/0", state.Ready, 2)
+			r := g.replicas[0]
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			r.epoch, r.incarnation, r.seq, r.accepting = 2, r.incarnation+1, 0, false
+			r.snapshot()
+		}, comes: func(g *rig) { g.replicas[0].say(true, false, "") }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var calls atomic.Int32
+			engine := func(w http.ResponseWriter, r *http.Request) {
+				if calls.Add(1) == 1 && c.attempts != "" {
+					resets(w, r)
+					return
+				}
+				replies(200, wholeAnswer)(w, r)
+			}
+			g := newRig(t, options{max: 4, engines: []http.HandlerFunc{engine}})
+			c.goes(g)
+			got := queueUp(g, 0, 3)
+			c.comes(g)
+			most := ""
+			for range 3 {
+				a := <-got
+				require.NoError(t, a.err)
+				require.Equal(t, 200, a.status, a.body)
+				most = max(most, a.header.Get("X-Dpserve-Attempts"))
+			}
+			assert.Equal(t, cmp.Or(c.attempts, "1"), most)
+			assert.Zero(t, g.in.ensureAppRouter("demo").router.Load().Snapshot().OnTheWay)
+		})
 	}
-	for range n + 1 {
-		e.open <- struct{}{}
-	}
-	for range n {
-		a := <-got
-		require.NoError(t, a.err)
-		require.Equal(t, 200, a.status, a.body)
-	}
-	assert.Equal(t, 200, (<-first).status)
-	assert.Equal(t, want, e.served())
-	assert.Equal(t, 1, g.replicas[0].peak)
-	assert.Zero(t, g.in.QueueLen("demo"))
-	v := g.in.ensureAppRouter("demo").router.Load().Snapshot()
-	assert.Zero(t, v.Ranks[0].Load.O())
-}
-
-// TestRT3WaitingForARank: there is no rank at first and its unit is pending; then it is ready.
-func TestRT3WaitingForARank(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 4})
-	g.phase("demo/0/0", state.Starting, 2)
-	ar := g.in.ensureAppRouter("demo")
-	eventually(t, func() bool { return !ar.canServe() }, "out of routing")
-	got := queueUp(g, 0, 10)
-	g.replicas[0].reborn() // the stream knows it first …
-	assert.Equal(t, 10, g.in.QueueLen("demo"), "… and that is not enough")
-	g.phase("demo/0/0", state.Ready, 2)
-	for range 10 {
-		a := <-got
-		require.NoError(t, a.err)
-		require.Equal(t, 200, a.status)
-	}
-}
-
-// TestFencedAheadOfTheState: the only rank's stream shows a fence that the state does not have yet. No
-// request is refused in between, because its unit will be back.
-func TestFencedAheadOfTheState(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}, max: 4})
-	g.replicas[0].say(false, true, "engine exited with code 1")
-	got := queueUp(g, 0, 3)
-	g.phase("demo/0/0", state.Starting, 2)
-	assert.Equal(t, 3, g.in.QueueLen("demo"))
-	g.replicas[0].reborn()
-	g.phase("demo/0/0", state.Ready, 2)
-	for range 3 {
-		a := <-got
-		require.NoError(t, a.err)
-		require.Equal(t, 200, a.status)
-	}
-	assert.Zero(t, g.in.ensureAppRouter("demo").router.Load().Snapshot().OnTheWay)
 }
 
 // RP1: the ready rank has failed one request, which waits for the other rank. The ready rank serves the
@@ -608,31 +591,6 @@ func ids(n int) string {
 	return s
 }
 
-func TestQueueTimeoutAndLeaving(t *testing.T) {
-	t.Parallel()
-	e := newGatedEngine()
-	g := newRig(t, options{
-		engines: []http.HandlerFunc{e.ServeHTTP}, max: 1,
-		app: func(a *app.Application) { a.Timeouts.QueueS = 0.2 },
-	})
-	first := make(chan answer, 1)
-	go func() { first <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
-	eventually(t, func() bool { return g.replicas[0].inFlight() == 1 }, "the place is taken")
-	ctx, cancel := context.WithCancel(t.Context())
-	left := make(chan answer, 1)
-	go func() { left <- g.postCtx(ctx, "/v1/chat/completions", chatBody) }()
-	eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, "queued")
-	cancel()
-	require.Error(t, (<-left).err)
-	eventually(t, func() bool { return g.in.QueueLen("demo") == 0 }, "a client that left leaves the queue")
-	a := g.post("/v1/chat/completions", chatBody)
-	assert.Equal(t, 503, a.status)
-	assert.Equal(t, "queue_timeout", a.code(t))
-	assert.NotEmpty(t, a.header.Get("Retry-After"))
-	e.open <- struct{}{}
-	assert.Equal(t, 200, (<-first).status)
-}
-
 func TestNoReadyRankIsAnsweredAtOnce(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	g.phase("demo/0/0", state.Failed, 1)
@@ -646,30 +604,4 @@ func TestNoReadyRankIsAnsweredAtOnce(t *testing.T) {
 	eventually(t, ar.canServe, "back")
 	assert.Equal(t, 200, g.post("/v1/chat/completions", chatBody).status)
 	assert.Equal(t, 200, g.get("/health").status)
-}
-
-// TestTheOnlyRankComesBack: the only rank dies with a request, which waits for its successor instead of
-// failing.
-func TestTheOnlyRankComesBack(t *testing.T) {
-	var calls atomic.Int32
-	g := newRig(t, options{engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
-		if calls.Add(1) == 1 {
-			resets(w, r)
-			return
-		}
-		replies(200, wholeAnswer)(w, r)
-	}}})
-	var once sync.Once
-	g.replicas[0].setRefuse(func(*msg.Admit) msg.Refusal {
-		once.Do(func() { g.phase("demo/0/0", state.Starting, 2) })
-		return msg.Granted
-	})
-	got := make(chan answer, 1)
-	go func() { got <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
-	eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, "waits")
-	g.replicas[0].reborn()
-	g.phase("demo/0/0", state.Ready, 2)
-	a := <-got
-	require.Equal(t, 200, a.status, a.body)
-	assert.Equal(t, "2", a.header.Get("X-Dpserve-Attempts"))
 }

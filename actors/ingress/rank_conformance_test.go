@@ -84,6 +84,10 @@ func TestRankOutcome(t *testing.T) {
 		{"429", replies(429, `{}`), streamBody, 429, "engine_busy", "busy"},
 		{"500", replies(500, `{}`), chatBody, 500, "engine_error", "charge"},
 		{
+			"400 as event", sends(`{"error":{"message":"m","code":400}}`, doneEvent), streamBody, 400,
+			msg.CauseClientError, "",
+		},
+		{
 			"500 as event", sends(`{"error":{"message":"m","code":500}}`, doneEvent), streamBody, 500,
 			"engine_error", "charge",
 		},
@@ -334,15 +338,17 @@ func TestRankHeaders(t *testing.T) {
 		}})
 		a := g.post("/v1/chat/completions", chatBody, "Authorization", "Bearer x", "X-Custom", "1",
 			"X-Request-Id", "r1", "Connection", "X-Hop", "X-Hop", "1", "X-Dpserve-Session", "s",
-			"X-Forwarded-For", "1.2.3.4", "X-Data-Parallel-Rank", "7", "Dpserve-Rank", "9/9",
-			"Te", "trailers", "Content-Type", "application/json", "User-Agent", "client",
+			"X-Session-Id", "t", "X-Forwarded-For", "1.2.3.4", "X-Data-Parallel-Rank", "7",
+			"Dpserve-Rank", "9/9", "Te", "trailers", "Content-Type", "application/json",
+			"User-Agent", "client",
 			"X_dpserve_rank", "0/0", "Transfer_encoding", "chunked", "X_hop", "1", "X_mine", "m")
 		require.Equal(t, 200, a.status, a.body)
 		requireBytes(t, wholeAnswer, a.body)
 		assert.Equal(t, http.Header{
 			"Authorization": {"Bearer x"}, "X-Custom": {"1"}, "X-Request-Id": {"r1"},
 			"User-Agent": {"client"}, "Content-Type": {"application/json"}, "Content-Length": {"60"},
-			"Via": {"1.1 dpserve-n1"}, "X_mine": {"m"}, // which has no meaning for dpserve
+			"X-Session-Id": {"t"}, "Via": {"1.1 dpserve-n1"},
+			"X_mine": {"m"}, // which has no meaning for dpserve
 		}, <-seen)
 		assert.Equal(t, []string{"a", "b"}, a.header["X-Engine"])
 		assert.Empty(t, a.header["X-Hop"])

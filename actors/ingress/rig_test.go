@@ -168,7 +168,6 @@ type replica struct {
 	seq         uint64
 	next        uint64
 	open        map[uint64]msg.Admit
-	peak        int
 	dones       []msg.Done
 	firsts      int
 	admits      int
@@ -290,7 +289,6 @@ func (r *replica) admit(m *msg.Admit) {
 	}
 	r.next++
 	r.open[r.next] = *m
-	r.peak = max(r.peak, len(r.open))
 	r.record(msg.RecAdmitted, m)
 	if ticket := r.next; r.node != "" {
 		context.AfterFunc(m.Ctx, func() {
@@ -464,6 +462,7 @@ type options struct {
 
 	// of two pools
 	prefills, decodes int
+	transfer          string // of attached engines; "": sim, launched
 	change            func(p, d *app.Application)
 	cold              bool                             // do not wait until all pairs have met
 	wrap              func(engine http.Handler) string // serves an engine, and returns its URL

@@ -16,7 +16,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -94,28 +93,11 @@ func TestTwoApplications(t *testing.T) {
 func TestNothingDeployed(t *testing.T) {
 	g := newRig(t, options{noApp: true})
 	assert.Equal(t, 200, g.get("/health").status)
-	head, err := http.NewRequestWithContext(t.Context(), http.MethodHead, g.url+"/health", nil)
-	require.NoError(t, err)
-	assert.Equal(t, 200, g.do(head).status, "load balancers probe with HEAD")
 	a := g.post("/v1/chat/completions", chatBody)
 	assert.Equal(t, 404, a.status)
 	assert.Contains(t, a.body, "dpserve deploy")
 	assert.JSONEq(t, `{"object":"list","data":[]}`, g.get("/v1/models").body)
 	assert.JSONEq(t, `{"version":"v-test"}`, g.get("/version").body)
-}
-
-// TestModelsWithASlashAndHead: what probes and clients of vLLM send.
-func TestModelsWithASlashAndHead(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
-	assert.JSONEq(t, g.get("/v1/models").body, g.get("/v1/models/").body)
-	for _, path := range []string{"/v1/models", "/v1/models/", "/v1/models/demo", "/version", "/health"} {
-		req, err := http.NewRequestWithContext(t.Context(), http.MethodHead, g.url+path, nil)
-		require.NoError(t, err)
-		a := g.do(req)
-		assert.Equal(t, 200, a.status, path)
-		assert.Empty(t, a.body, path)
-		assert.NotEqual(t, "0", a.header.Get("Content-Length"), path)
-	}
 }
 
 // TestCompressedBodiesAreRefused: no engine unpacks them.
@@ -186,23 +168,6 @@ func TestBadRequests(t *testing.T) {
 	assert.Zero(t, g.replicas[0].inFlight())
 }
 
-func TestPolicyDirect(t *testing.T) {
-	e := replies(200, wholeAnswer)
-	g := newRig(t, options{
-		engines: []http.HandlerFunc{e, e, e},
-		app:     func(a *app.Application) { a.Routing.Policy = "direct" },
-	})
-	a := g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "0/2")
-	assert.Equal(t, 200, a.status, a.body)
-	assert.Equal(t, "2", a.header.Get("X-Dpserve-Rank"))
-	assert.Equal(t, 400, g.post("/v1/chat/completions", chatBody).status)
-	assert.Equal(t, 400, g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "7/0").status)
-	g.replicas[1].say(false, false, "ejected")
-	a = g.post("/v1/chat/completions", chatBody, "X-Dpserve-Rank", "0/1")
-	assert.Equal(t, 503, a.status)
-	assert.NotEmpty(t, a.header.Get("Retry-After"))
-}
-
 func TestChangedPolicyKeepsTheAccounts(t *testing.T) {
 	e := newGatedEngine()
 	g := newRig(t, options{engines: []http.HandlerFunc{e.ServeHTTP}, max: 2})
@@ -231,18 +196,28 @@ func TestChangedPolicyKeepsTheAccounts(t *testing.T) {
 	assert.Zero(t, v.Ranks[0].Load.O())
 }
 
-// TestTheNamedRankIsTakenUnderEveryPolicy: x-dpserve-rank pins a request to its rank, or is refused.
+// TestTheNamedRankIsTakenUnderEveryPolicy: x-dpserve-rank pins a request to its rank, or is refused. Policy
+// direct wants it.
 func TestTheNamedRankIsTakenUnderEveryPolicy(t *testing.T) {
+	for _, policy := range []string{"round-robin", "direct"} {
+		t.Run(policy, func(t *testing.T) { takesTheNamedRank(t, policy) })
+	}
+}
+
+func takesTheNamedRank(t *testing.T, policy string) {
 	e := newGatedEngine()
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{replies(200, wholeAnswer), replies(200, wholeAnswer), e.ServeHTTP},
-		max:     1,
+		max:     1, app: func(a *app.Application) { a.Routing.Policy = policy },
 	})
 	ask := func(path, rank string) answer { return g.post(path, chatBody, "X-Dpserve-Rank", rank) }
 	for range 4 {
 		a := ask("/v1/chat/completions", "0/1")
 		require.Equal(t, 200, a.status, a.body)
 		require.Equal(t, "1", a.header.Get("X-Dpserve-Rank"))
+	}
+	if policy == "direct" {
+		assert.Equal(t, 400, g.post("/v1/chat/completions", chatBody).status)
 	}
 	a := ask("/tokenize", "0/0")
 	assert.Equal(t, 200, a.status, a.body)
@@ -252,7 +227,9 @@ func TestTheNamedRankIsTakenUnderEveryPolicy(t *testing.T) {
 		assert.Equal(t, 400, a.status, path)
 		assert.Equal(t, "invalid_request", a.code(t))
 		assert.Contains(t, a.body, "no rank 9/9 (it has 0/0 to 0/2)")
-		for _, malformed := range []string{"1", "", "0/1, 0/2", "-1/0", "0/x"} {
+		for _, malformed := range []string{
+			"1", "", "1/", "/1", "0/1/2", "0/1, 0/2", "-1/0", "0/x", "0/65536",
+		} {
 			assert.Equal(t, 400, ask(path, malformed).status, malformed)
 		}
 	}
@@ -295,39 +272,6 @@ func TestANewRouterKnowsTheRanks(t *testing.T) {
 	}
 	g.replicas[0].publish()
 	assert.Zero(t, ar.router.Load().Snapshot().Ranks[0].Load.O())
-}
-
-// TestRequestsWaitForRanksThatAreReady: a unit that the state calls ready, and of which no stream has
-// reported a rank yet, counts as pending.
-func TestRequestsWaitForRanksThatAreReady(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
-	g.phase("demo/0/0", state.Ready, 2)
-	got := make(chan answer, 1)
-	go func() { got <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
-	eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, "it waits")
-	g.replicas[0].reborn()
-	assert.Equal(t, 200, (<-got).status)
-	assert.Zero(t, g.in.ensureAppRouter("demo").router.Load().Snapshot().OnTheWay,
-		"nothing is hoped for any more")
-}
-
-// TestRequestsWaitForRanksThatAreTakenOver: a node that has started again reports ranks that its state calls
-// ready, and that do not accept requests before it has found their engines well.
-func TestRequestsWaitForRanksThatAreTakenOver(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
-	r := g.replicas[0]
-	g.phase("demo/0/0", state.Ready, 2)
-	r.mu.Lock()
-	r.epoch, r.incarnation, r.seq, r.accepting = 2, r.incarnation+1, 0, false
-	r.snapshot()
-	r.mu.Unlock()
-	got := make(chan answer, 1)
-	go func() { got <- g.postCtx(t.Context(), "/v1/chat/completions", chatBody) }()
-	eventually(t, func() bool { return g.in.QueueLen("demo") == 1 }, "it waits")
-	r.say(true, false, "")
-	assert.Equal(t, 200, (<-got).status)
-	assert.Zero(t, g.in.ensureAppRouter("demo").router.Load().Snapshot().OnTheWay,
-		"nothing is hoped for any more")
 }
 
 func TestGhostIsIgnored(t *testing.T) {
@@ -381,8 +325,11 @@ func TestLimitsOfBodyAndHeader(t *testing.T) {
 	}
 	assert.Equal(t, 200, g.post("/v1/completions", fill(1000)).status)
 	const post = "POST /v1/completions HTTP/1.1\r\nHost: h\r\n"
+	resp, body := g.raw(t, "POST /sleep HTTP/1.1\r\nHost: h\r\nContent-Length: 5000\r\n\r\nstart", false)
+	assert.Equal(t, 403, resp.StatusCode, body)
+	assert.True(t, resp.Close, "an answer does not wait for a body that nobody wants")
 
-	resp, body := g.raw(t, post+"Content-Length: 1001\r\n\r\n", false)
+	resp, body = g.raw(t, post+"Content-Length: 1001\r\n\r\n", false)
 	assert.Equal(t, 413, resp.StatusCode, "before a byte of it is read")
 	assert.Contains(t, body, "body_too_large")
 	resp, body = g.raw(t, post+"Transfer-Encoding: chunked\r\n\r\n"+fmt.Sprintf(
@@ -418,14 +365,6 @@ func TestLimitsOfBodyAndHeader(t *testing.T) {
 	assert.Equal(t, 431, resp.StatusCode)
 }
 
-// TestUnreadBodiesEndTheConnection: an answer to a request with an unread body must not wait for that body.
-func TestUnreadBodiesEndTheConnection(t *testing.T) {
-	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
-	resp, _ := g.raw(t, "POST /sleep HTTP/1.1\r\nHost: h\r\nContent-Length: 5000\r\n\r\nstart", false)
-	assert.Equal(t, 403, resp.StatusCode)
-	assert.True(t, resp.Close)
-}
-
 func TestNoPromptInAnyLog(t *testing.T) {
 	const secret = "tell nobody"
 	bad := replies(500, `{"error":{"message":"engine text"}}`)
@@ -452,34 +391,18 @@ func TestPanicIsACutAndNotAnEnd(t *testing.T) {
 	assert.Contains(t, g.logs.String(), "boom")
 }
 
-func TestHeaderParsers(t *testing.T) {
-	id, ok := rankleg.ParseRankID("2/5")
-	assert.True(t, ok)
-	assert.Equal(t, routing.ID(2, 5), id)
-	for _, s := range []string{"", "1", "1/", "/1", "-1/0", "1/2/3", "0/65536"} {
-		_, ok := rankleg.ParseRankID(s)
-		assert.False(t, ok, s)
-	}
+func TestRequestIDsOfClients(t *testing.T) {
 	for s, want := range map[string]bool{
 		"a": true, "": false, "ü": false, "a\tb": false,
 		strings.Repeat("x", 128): true, strings.Repeat("x", 129): false,
 	} {
 		assert.Equal(t, want, validRequestID(s), s)
 	}
-	assert.Equal(t, "00000000000000ff", hex16(255))
 }
 
+// TestDefaults: docs/api.md has the others (TestThePageHasEveryLimit).
 func TestDefaults(t *testing.T) {
-	l, tm := Limits{}.withDefaults(), Timers{}.withDefaults()
-	assert.EqualValues(t, 16<<20, l.MaxBody)
-	assert.Equal(t, 64<<10, l.MaxHeaderBytes)
-	assert.Equal(t, 100, l.MaxHeaderFields)
-	assert.Equal(t, 16000, l.MaxConns)
-	assert.EqualValues(t, 64<<20, queueTokens(l.bodyBudget(0)))
-	assert.Equal(t, 10*time.Second, tm.ReadHeader)
-	assert.Equal(t, 120*time.Second, tm.Idle)
-	assert.Equal(t, 30*time.Second, tm.BodyStall)
-	assert.Equal(t, 60*time.Second, tm.SlowReader)
+	tm := Timers{}.withDefaults()
 	assert.Equal(t, 100*time.Second, tm.IdleOwned)
 	assert.Equal(t, 4*time.Second, tm.IdleAttached)
 	assert.Equal(t, 10*time.Second, tm.BudgetWindow)

@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/pairengine"
 )
 
 // oddParams changes the parameters of a prefill's answer to what no program would write: spaces, numbers that
@@ -32,7 +33,7 @@ func TestPD3ParametersPassByteForByte(t *testing.T) {
 		r := newPairRig(t, "nixl", 1, 1, "decide: always")
 		r.engines.Params = oddParams
 		let := make(chan struct{})
-		r.decode[0].Do(func(l *harness.PairLeg) bool { return l.AnswerAfterFirst(l.Prompt, let) })
+		r.decode[0].Do(func(l *pairengine.Leg) bool { return l.AnswerAfterFirst(l.Prompt, let) })
 		body := pairBody("a stream", 8)
 		began := time.Now()
 		resp, err := r.Post(t.Context(), "/v1/chat/completions", body)
@@ -52,8 +53,8 @@ func TestPD3ParametersPassByteForByte(t *testing.T) {
 		r.decode[0].Do(nil)
 		for i, whole := range []string{
 			pairBody("a first body", 8),
-			harness.Chat("pd", harness.PairMark+" there was a body that is not streamed", 5, false),
-			`{"model":"pd", "prompt" : "` + harness.PairMark + ` \u00e9\/ ", "max_tokens":4,"x":[1, 2]}`,
+			harness.Chat("pd", pairengine.Mark+" there was a body that is not streamed", 5, false),
+			`{"model":"pd", "prompt" : "` + pairengine.Mark + ` \u00e9\/ ", "max_tokens":4,"x":[1, 2]}`,
 		} {
 			path := "/v1/chat/completions"
 			if i == 2 {
@@ -63,7 +64,7 @@ func TestPD3ParametersPassByteForByte(t *testing.T) {
 			a := r.askFor(t.Context(), path, whole)
 			r.right(a)
 			assert.Equal(t, "remote", a.Way)
-			p, d := r.engines.Legs(harness.PairPrefill), r.engines.Legs(harness.PairDecode)
+			p, d := r.engines.Legs(pairengine.Prefill), r.engines.Legs(pairengine.Decode)
 			require.Len(t, p, 1)
 			require.Len(t, d, 1)
 			assert.Contains(t, string(d[0].Fields["kv_transfer_params"]), `9007199254740993`)
@@ -83,7 +84,7 @@ func newGroups(t *testing.T, prefillFirst bool) *pairRig {
 	r := newPairEngines(t, "sglang")
 	add := []func(){
 		func() { r.addPrefill(4) },
-		func() { r.addDecode(harness.PairDecode, 2) },
+		func() { r.addDecode(pairengine.Decode, 2) },
 	}
 	if !prefillFirst {
 		add[0], add[1] = add[1], add[0]
@@ -115,7 +116,7 @@ func TestPD4RoomsNameTheRank(t *testing.T) {
 					room := l.Rooms()
 					require.Len(t, room, 1)
 					assert.EqualValues(t, p, room[0]%4)
-					if l.Side == harness.PairPrefill {
+					if l.Side == pairengine.Prefill {
 						assert.Equal(t, p, l.Rank(), "header and body name the rank")
 						assert.False(t, rooms[room[0]], "no room is used twice")
 						rooms[room[0]] = true
@@ -142,18 +143,18 @@ func TestPD4TurnsStayOnTheirPrefillRank(t *testing.T) {
 		for _, prefillFirst := range []bool{true, false} {
 			r := newPairEngines(t, "nixl")
 			if !prefillFirst {
-				r.addDecode(harness.PairDecode, 1)
+				r.addDecode(pairengine.Decode, 1)
 			}
 			for range 4 {
 				r.addPrefill(1)
 			}
 			if prefillFirst {
-				r.addDecode(harness.PairDecode, 1)
+				r.addDecode(pairengine.Decode, 1)
 			}
 			r.serve("decide: always", "routing: {policy: scoring, params: {profile: locality}}")
 			homes := make([]string, 8)
 			for _, p := range r.prefill { // the sessions begin side by side
-				p.Do(func(*harness.PairLeg) bool { time.Sleep(time.Second); return false })
+				p.Do(func(*pairengine.Leg) bool { time.Sleep(time.Second); return false })
 			}
 			var begin sync.WaitGroup
 			for s := range homes {
@@ -179,7 +180,7 @@ func TestPD4TurnsStayOnTheirPrefillRank(t *testing.T) {
 
 // playTurns sends some turns of a conversation, and returns the prefill rank of all of them.
 func (r *pairRig) playTurns(session, from, to int) (home string) {
-	text := fmt.Sprintf("%s there was session %d. ", harness.PairMark, session)
+	text := fmt.Sprintf("%s there was session %d. ", pairengine.Mark, session)
 	for turn := range to {
 		text += strings.Repeat(fmt.Sprintf("turn %d of session %d goes on. ", turn, session), 40)
 		if turn < from {
@@ -242,9 +243,9 @@ func TestPD5SeveralAnswers(t *testing.T) {
 		bubble(t, transfer, func(t *testing.T) {
 			r := newPairEngines(t, transfer)
 			r.addPrefill(1)
-			r.addDecode(harness.PairDecode, 1)
+			r.addDecode(pairengine.Decode, 1)
 			if transfer == "sglang" { // its pairs take nothing without a room
-				r.addDecode(harness.PairBoth, 1)
+				r.addDecode(pairengine.Both, 1)
 			}
 			r.serve("decide: always")
 			texts := func(body, path string) []string {
@@ -262,12 +263,13 @@ func TestPD5SeveralAnswers(t *testing.T) {
 				}
 				return out
 			}
-			one := func(prompt string) string { return `"` + harness.PairMark + " " + prompt + `"` }
+			one := func(prompt string) string { return `"` + pairengine.Mark + " " + prompt + `"` }
 			got := texts(`{"model":"pd","max_tokens":4,"n":3,"prompt":`+one("n")+`}`, "/v1/completions")
 			assert.Len(t, got, 3)
 			assert.NotEqual(t, got[0], got[1])
 			require.Len(t, r.engines.Legs(""), 1, "one rank computes all three")
-			assert.Equal(t, harness.PairPlain, r.engines.Legs("")[0].Side)
+			assert.Equal(t, pairengine.Plain, r.engines.Legs("")[0].Side)
+			assert.InDelta(t, 1, r.total("dpserve_pd_not_split_total", `reason="several_choices"`), 0)
 
 			r.forget()
 			prompts := []string{one("a"), one("b"), one("c")}
@@ -279,12 +281,12 @@ func TestPD5SeveralAnswers(t *testing.T) {
 			}
 			assert.Equal(t, want, got)
 			if transfer == "sglang" {
-				for _, l := range r.engines.Legs(harness.PairPrefill) {
+				for _, l := range r.engines.Legs(pairengine.Prefill) {
 					assert.Len(t, l.Rooms(), 3, "the fleet checks that they are distinct")
 				}
 				assert.Len(t, r.engines.Legs(""), 2)
 			} else {
-				assert.Equal(t, harness.PairPlain, r.engines.Legs("")[0].Side)
+				assert.Equal(t, pairengine.Plain, r.engines.Legs("")[0].Side)
 			}
 			r.rest()
 		})

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/pairengine"
 )
 
 // pairTransfers are those whose engines take requests without a partner.
@@ -26,14 +27,14 @@ func TestPD1PrefillFails(t *testing.T) {
 			r := newPairRig(t, transfer, 2, 2, "decide: always")
 			r.Expect(harness.RequestRefused)
 			for _, p := range r.prefill {
-				p.Do(func(l *harness.PairLeg) bool { return l.Fail(http.StatusBadRequest) })
+				p.Do(func(l *pairengine.Leg) bool { return l.Fail(http.StatusBadRequest) })
 			}
 			a := r.ask(pairBody("a 400", 8))
 			assert.Equal(t, http.StatusBadRequest, a.Status, "%v", a)
 			assert.LessOrEqual(t, a.Total, 100*time.Millisecond)
-			assert.Len(t, r.engines.Legs(harness.PairPrefill), 1, "nobody else is asked")
+			assert.Len(t, r.engines.Legs(pairengine.Prefill), 1, "nobody else is asked")
 			r.rest()
-			for _, l := range r.engines.Legs(harness.PairDecode) {
+			for _, l := range r.engines.Legs(pairengine.Decode) {
 				cancelled(t, &l, l.Began)
 			}
 		})
@@ -53,9 +54,9 @@ func TestPD1PrefillFails(t *testing.T) {
 // breakPrefills has all prefill engines answer 500; if isReset, the first one that is asked breaks the
 // connection instead, each time.
 func (r *pairRig) breakPrefills(isReset bool) {
-	var broken atomic.Pointer[harness.PairEngine]
+	var broken atomic.Pointer[pairengine.Engine]
 	for _, p := range r.prefill {
-		p.Do(func(l *harness.PairLeg) bool {
+		p.Do(func(l *pairengine.Leg) bool {
 			broken.CompareAndSwap(nil, l.At)
 			if isReset && broken.Load() == l.At {
 				return l.Reset()
@@ -72,12 +73,12 @@ func twoPrefillsDie(t *testing.T) {
 	r := newPairRig(t, "nixl", 3, 2, "decide: always")
 	r.Expect(harness.PairsFail, harness.RequestRefused)
 	for _, p := range r.prefill {
-		p.Do((*harness.PairLeg).Reset)
+		p.Do((*pairengine.Leg).Reset)
 	}
 	a := r.ask(pairBody("a killer", 8))
 	assert.Equal(t, http.StatusBadGateway, a.Status, "%v", a)
-	assert.Len(t, distinct(engineNames(r.engines.Legs(harness.PairPrefill))), 2)
-	assert.Empty(t, r.engines.Legs(harness.PairPlain))
+	assert.Len(t, distinct(engineNames(r.engines.Legs(pairengine.Prefill))), 2)
+	assert.Empty(t, r.engines.Legs(pairengine.Plain))
 	r.rest()
 }
 
@@ -99,17 +100,17 @@ func prefillBreaks(t *testing.T, transfer, fallback string, isReset bool) {
 		r.right(a)
 		assert.Equal(t, "fallback", a.Way)
 		assert.Empty(t, a.Prefill, "no prefill rank has computed it")
-		assert.Len(t, r.engines.Legs(harness.PairPlain), 1)
+		assert.Len(t, r.engines.Legs(pairengine.Plain), 1)
 		assert.InDelta(t, 1, r.total("dpserve_pd_requests_total", `way="fallback"`, `outcome="ok"`), 0)
 	} else {
 		assert.Equal(t, http.StatusServiceUnavailable, a.Status, "%v", a)
-		assert.Empty(t, r.engines.Legs(harness.PairPlain))
+		assert.Empty(t, r.engines.Legs(pairengine.Plain))
 	}
 	assert.LessOrEqual(t, a.Total, time.Second)
-	prefills := engineNames(r.engines.Legs(harness.PairPrefill))
+	prefills := engineNames(r.engines.Legs(pairengine.Prefill))
 	assert.Len(t, distinct(prefills), 2, "one other prefill rank: %v", prefills)
 	r.rest()
-	for _, l := range r.engines.Legs(harness.PairDecode) { // of attempts whose prefill failed
+	for _, l := range r.engines.Legs(pairengine.Decode) { // of attempts whose prefill failed
 		cancelled(t, &l, l.Began)
 	}
 	for _, p := range r.prefill {
@@ -125,11 +126,11 @@ func prefillBreaks(t *testing.T, transfer, fallback string, isReset bool) {
 // runs, is cancelled; the prompt is computed again, and another decode leg answers, long before a lease ends.
 func TestPD2DecodeFails(t *testing.T) {
 	for _, transfer := range append(pairTransfers(), "sglang") {
-		for name, fail := range map[string]func(l *harness.PairLeg) bool{
-			"500":         func(l *harness.PairLeg) bool { return l.Fail(http.StatusInternalServerError) },
-			"error event": (*harness.PairLeg).FailStream,
-			"reset":       (*harness.PairLeg).Reset,
-			"stall":       (*harness.PairLeg).Stall,
+		for name, fail := range map[string]func(l *pairengine.Leg) bool{
+			"500":         func(l *pairengine.Leg) bool { return l.Fail(http.StatusInternalServerError) },
+			"error event": (*pairengine.Leg).FailStream,
+			"reset":       (*pairengine.Leg).Reset,
+			"stall":       (*pairengine.Leg).Stall,
 		} {
 			bubble(t, transfer+" "+name, func(t *testing.T) {
 				decodeFailsOnce(t, transfer, 2, name == "reset" && transfer != "nixl", fail)
@@ -137,7 +138,7 @@ func TestPD2DecodeFails(t *testing.T) {
 		}
 		bubble(t, transfer+" always", func(t *testing.T) { decodeFailsAlways(t, transfer) })
 		bubble(t, transfer+" one decode rank", func(t *testing.T) {
-			decodeFailsOnce(t, transfer, 1, false, func(l *harness.PairLeg) bool {
+			decodeFailsOnce(t, transfer, 1, false, func(l *pairengine.Leg) bool {
 				return l.Fail(http.StatusInternalServerError)
 			})
 		})
@@ -147,7 +148,7 @@ func TestPD2DecodeFails(t *testing.T) {
 // decodeFailsOnce: mayKill says that both engines may die of the request. The prefill leg is heard for a
 // second more then.
 func decodeFailsOnce(t *testing.T, transfer string, ranks int, mayKill bool,
-	fail func(l *harness.PairLeg) bool,
+	fail func(l *pairengine.Leg) bool,
 ) {
 	t.Helper()
 	r := newPairRig(t, transfer, 2, ranks, "decide: always", "timeouts: {first_token_s: 5}")
@@ -156,7 +157,7 @@ func decodeFailsOnce(t *testing.T, transfer string, ranks int, mayKill bool,
 	var failedAt atomic.Pointer[time.Time]
 	never := make(chan struct{})
 	for _, d := range r.decode {
-		d.Do(func(l *harness.PairLeg) bool {
+		d.Do(func(l *pairengine.Leg) bool {
 			if decodes.Add(1) > 1 {
 				return false
 			}
@@ -167,7 +168,7 @@ func decodeFailsOnce(t *testing.T, transfer string, ranks int, mayKill bool,
 	}
 	if transfer != "nixl" {
 		for _, p := range r.prefill { // its leg is under way when the decode leg fails
-			p.Do(func(l *harness.PairLeg) bool { return prefills.Add(1) == 1 && l.StallUntil(never) })
+			p.Do(func(l *pairengine.Leg) bool { return prefills.Add(1) == 1 && l.StallUntil(never) })
 		}
 	}
 	a := r.ask(pairBody("a second chance", 8))
@@ -175,12 +176,12 @@ func decodeFailsOnce(t *testing.T, transfer string, ranks int, mayKill bool,
 	assert.Equal(t, "remote", a.Way, "%v", a)
 	assert.Less(t, a.Total, 25*time.Second)
 	r.rest() // a leg that was cancelled may end just after the answer
-	legs, cancelledBy := r.engines.Legs(harness.PairPrefill), *failedAt.Load()
+	legs, cancelledBy := r.engines.Legs(pairengine.Prefill), *failedAt.Load()
 	if mayKill {
 		cancelledBy = cancelledBy.Add(time.Second)
 	}
 	require.Len(t, legs, 2, "parameters are used once: the prompt is computed again")
-	asked := engineNames(r.engines.Legs(harness.PairDecode))
+	asked := engineNames(r.engines.Legs(pairengine.Decode))
 	require.Len(t, asked, 2)
 	assert.Len(t, distinct(asked), ranks, "another decode rank if there is one")
 	if transfer != "nixl" {
@@ -195,16 +196,16 @@ func decodeFailsAlways(t *testing.T, transfer string) {
 	r := newPairRig(t, transfer, 2, 2, "decide: always", "timeouts: {first_token_s: 5}")
 	r.Expect(harness.PairsFail, harness.RequestRefused)
 	for _, d := range r.decode {
-		d.Do(func(l *harness.PairLeg) bool { return l.Fail(http.StatusInternalServerError) })
+		d.Do(func(l *pairengine.Leg) bool { return l.Fail(http.StatusInternalServerError) })
 	}
 	a := r.ask(pairBody("no decode rank at all", 8))
 	assert.GreaterOrEqual(t, a.Status, 500)
 	assert.Contains(t, []string{"500", "upstream_failed", "no_ready_rank", "overloaded"}, a.Error, "%v", a)
 	assert.LessOrEqual(t, a.Total, time.Second)
-	assert.LessOrEqual(t, len(r.engines.Legs(harness.PairPrefill)), 2)
-	assert.LessOrEqual(t, len(r.engines.Legs(harness.PairDecode))+len(r.engines.Legs(harness.PairPlain)), 5)
+	assert.LessOrEqual(t, len(r.engines.Legs(pairengine.Prefill)), 2)
+	assert.LessOrEqual(t, len(r.engines.Legs(pairengine.Decode))+len(r.engines.Legs(pairengine.Plain)), 5)
 	r.rest()
-	for _, l := range r.engines.Legs(harness.PairPrefill) {
+	for _, l := range r.engines.Legs(pairengine.Prefill) {
 		assert.LessOrEqual(t, l.Ended.Sub(l.Began), time.Second)
 	}
 }
@@ -216,7 +217,7 @@ func TestPD2DecodeIsGone(t *testing.T) {
 		r := newPairRig(t, "nixl", 1, 3, "decide: always")
 		r.Expect(harness.PairsFail)
 		stop := r.decode[0]
-		r.prefill[0].Do(func(*harness.PairLeg) bool {
+		r.prefill[0].Do(func(*pairengine.Leg) bool {
 			stop.Stop()
 			return false
 		})
@@ -226,7 +227,7 @@ func TestPD2DecodeIsGone(t *testing.T) {
 			assert.Equal(t, "remote", a.Way, "%v", a)
 		}
 		// a request on a connection that breaks may have been read: its prompt is computed again
-		assert.LessOrEqual(t, len(r.engines.Legs(harness.PairPrefill)), 7)
+		assert.LessOrEqual(t, len(r.engines.Legs(pairengine.Prefill)), 7)
 		r.rest()
 	})
 }
@@ -238,7 +239,7 @@ func TestPD10FailuresOfDecodeAreNotChargedToPrefill(t *testing.T) {
 			r := newPairRig(t, transfer, 1, 2, "decide: always, fallback: fail")
 			r.Expect(harness.PairsFail, harness.RequestsFail)
 			for _, d := range r.decode {
-				d.Do(func(l *harness.PairLeg) bool {
+				d.Do(func(l *pairengine.Leg) bool {
 					time.Sleep(100 * time.Millisecond) // the prefill leg has ended or waits
 					return l.FailStream()
 				})
@@ -248,7 +249,7 @@ func TestPD10FailuresOfDecodeAreNotChargedToPrefill(t *testing.T) {
 				assert.GreaterOrEqual(t, a.Status, 500, "%v", a)
 			}
 			// two pairs, which have to meet again after three failures each
-			assert.GreaterOrEqual(t, len(r.engines.Legs(harness.PairPrefill)), 6)
+			assert.GreaterOrEqual(t, len(r.engines.Legs(pairengine.Prefill)), 6)
 			r.Quiet()
 			time.Sleep(10 * time.Second) // probes and health checks
 			assert.Empty(t, r.Journal.Find("rank is ejected", "pd.prefill"))
@@ -285,7 +286,7 @@ func TestPD8ClientLeaves(t *testing.T) {
 func clientLeaves(t *testing.T, transfer, stage string) {
 	t.Helper()
 	r := newPairRig(t, transfer, 1, 1, "decide: always", "max_ongoing_requests: 1")
-	stall := func(l *harness.PairLeg) bool { return l.Stall() }
+	stall := func(l *pairengine.Leg) bool { return l.Stall() }
 	switch stage {
 	case "queue", "prefill":
 		r.prefill[0].Do(stall)

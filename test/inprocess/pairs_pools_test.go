@@ -15,6 +15,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/engine/sim"
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/pairengine"
 )
 
 // simPools is an app.yaml of launched simulated engines in two pools; more are further lines of the
@@ -165,8 +166,8 @@ func TestPD11PrefillRankComesAndGoes(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newPairEngines(t, "nixl")
-		r.addDecode(harness.PairDecode, 1)
-		r.addDecode(harness.PairDecode, 1)
+		r.addDecode(pairengine.Decode, 1)
+		r.addDecode(pairengine.Decode, 1)
 		yaml := r.engines.App("decide: always")
 		p := r.addPrefill(1)
 		r.Deploy(yaml)
@@ -258,7 +259,7 @@ func TestPD6RestartsInPlace(t *testing.T) {
 				}
 			})
 			time.Sleep(2 * time.Second)
-			for _, e := range []*harness.PairEngine{r.prefill[0], r.decode[0]} {
+			for _, e := range []*pairengine.Engine{r.prefill[0], r.decode[0]} {
 				before := r.incarnations()
 				e.Stop()
 				time.Sleep(pause)
@@ -356,9 +357,9 @@ func TestPairsOfEnginesThatNeedAPartner(t *testing.T) {
 			r := newPairEngines(t, "sglang")
 			r.Expect(harness.RequestRefused)
 			r.addPrefill(1)
-			r.addDecode(harness.PairDecode, 1)
+			r.addDecode(pairengine.Decode, 1)
 			if hasBoth {
-				r.addDecode(harness.PairBoth, 1)
+				r.addDecode(pairengine.Both, 1)
 			}
 			r.serve("decide: isl")
 			for i := range 4 {

@@ -15,16 +15,17 @@ import (
 
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/pairengine"
 )
 
 // pairRig is a node in memory in front of stub engines of one transfer, as application "pd". The engines
-// check every field of every leg (harness.PairEngines); each answer is compared with the text of one engine.
+// check every field of every leg (pairengine.Fleet); each answer is compared with the text of one engine.
 type pairRig struct {
 	*harness.Cluster
 	t       *testing.T
-	engines *harness.PairEngines
-	prefill []*harness.PairEngine
-	decode  []*harness.PairEngine
+	engines *pairengine.Fleet
+	prefill []*pairengine.Engine
+	decode  []*pairengine.Engine
 }
 
 // newPairRig starts engines of their own address. disaggregation are keys of that name beside the transfer,
@@ -38,7 +39,7 @@ func newPairRig(t *testing.T, transfer string, prefills, decodes int, disaggrega
 		r.addPrefill(1)
 	}
 	for range decodes {
-		r.addDecode(harness.PairDecode, 1)
+		r.addDecode(pairengine.Decode, 1)
 	}
 	r.serve(disaggregation, more...)
 	return r
@@ -47,19 +48,19 @@ func newPairRig(t *testing.T, transfer string, prefills, decodes int, disaggrega
 // newPairEngines is a rig without engines and without an application.
 func newPairEngines(t *testing.T, transfer string) *pairRig {
 	t.Helper()
-	r := &pairRig{t: t, engines: harness.NewPairEngines(t, transfer, "pd")}
+	r := &pairRig{t: t, engines: pairengine.New(t, transfer, "pd")}
 	r.Cluster = harness.New(t)
 	r.engines.Listen = r.Net.Listen
 	return r
 }
 
-func (r *pairRig) addPrefill(ranks int) *harness.PairEngine {
-	e := r.engines.Add(harness.PairPrefill, fmt.Sprintf("127.0.0.1:%d", 8100+len(r.prefill)), ranks)
+func (r *pairRig) addPrefill(ranks int) *pairengine.Engine {
+	e := r.engines.Add(pairengine.Prefill, fmt.Sprintf("127.0.0.1:%d", 8100+len(r.prefill)), ranks)
 	r.prefill = append(r.prefill, e)
 	return e
 }
 
-func (r *pairRig) addDecode(role string, ranks int) *harness.PairEngine {
+func (r *pairRig) addDecode(role string, ranks int) *pairengine.Engine {
 	e := r.engines.Add(role, fmt.Sprintf("127.0.0.1:%d", 8200+len(r.decode)), ranks)
 	r.decode = append(r.decode, e)
 	return e
@@ -87,7 +88,7 @@ func (r *pairRig) pairs() int {
 		prefills += max(1, e.Ranks)
 	}
 	for _, e := range r.decode {
-		if e.Role == harness.PairDecode {
+		if e.Role == pairengine.Decode {
 			decodes += max(1, e.Ranks)
 		}
 	}
@@ -122,7 +123,7 @@ func (r *pairRig) pairStatus() client.PDStatus {
 
 // pairBody is the body of a streamed chat about a thing; equal things are equal prompts.
 func pairBody(thing string, tokens int) string {
-	return harness.Chat("pd", harness.PairMark+" there was "+thing, tokens, true)
+	return harness.Chat("pd", pairengine.Mark+" there was "+thing, tokens, true)
 }
 
 // pairReply is what a client saw.
@@ -192,14 +193,14 @@ func (r *pairRig) rest() {
 }
 
 // cancelled asserts that a leg was ended by its caller within a second of a moment.
-func cancelled(t *testing.T, l *harness.PairLeg, since time.Time) {
+func cancelled(t *testing.T, l *pairengine.Leg, since time.Time) {
 	t.Helper()
 	assert.True(t, l.Left, "%s leg at %s: its connection was closed before its answer", l.Side, l.At.Name)
 	assert.LessOrEqual(t, l.Ended.Sub(since), time.Second, "%s leg at %s", l.Side, l.At.Name)
 }
 
 // engineNames are the engines of some legs.
-func engineNames(legs []harness.PairLeg) (names []string) {
+func engineNames(legs []pairengine.Leg) (names []string) {
 	for i := range legs {
 		names = append(names, legs[i].At.Name)
 	}
@@ -207,7 +208,7 @@ func engineNames(legs []harness.PairLeg) (names []string) {
 }
 
 // add and remove change the ranks of the application as the admin API does.
-func (r *pairRig) add(e *harness.PairEngine) {
+func (r *pairRig) add(e *pairengine.Engine) {
 	r.t.Helper()
 	body, err := json.Marshal(map[string]string{"url": "http://" + e.Addr, "role": e.Role})
 	require.NoError(r.t, err)
@@ -215,7 +216,7 @@ func (r *pairRig) add(e *harness.PairEngine) {
 	require.Equal(r.t, http.StatusAccepted, code, text)
 }
 
-func (r *pairRig) remove(e *harness.PairEngine) {
+func (r *pairRig) remove(e *pairengine.Engine) {
 	r.t.Helper()
 	code, text := r.Do(http.MethodDelete, "/api/v1/apps/pd/ranks?url=http%3A%2F%2F"+
 		strings.ReplaceAll(e.Addr, ":", "%3A"), "")

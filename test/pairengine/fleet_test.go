@@ -1,4 +1,4 @@
-package harness
+package pairengine
 
 import (
 	"bytes"
@@ -13,31 +13,32 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/engine/transfer"
+	"github.com/dpserve/dpserve/test/harness"
 	"github.com/dpserve/dpserve/test/ports"
 )
 
-// pairRun is a prefill and a decode stub, and requests to them without dpserve.
-type pairRun struct {
+// run is a prefill and a decode stub, and requests to them without dpserve.
+type run struct {
 	t      *testing.T
-	f      *PairEngines
+	f      *Fleet
 	tr     transfer.Transfer
 	q      transfer.Request
 	number int
 }
 
-func newPairRun(t *testing.T, name, body string) *pairRun {
+func newRun(t *testing.T, name, body string) *run {
 	t.Helper()
-	r := &pairRun{t: t, f: NewPairEngines(t, name, "pd")}
+	r := &run{t: t, f: New(t, name, "pd")}
 	r.tr, _ = transfer.Named(name)
 	require.NoError(t, r.q.Scan(r.tr, transfer.Chat, []byte(body)))
 	require.Equal(t, transfer.CanSplit, r.q.Reason)
-	r.f.Add(PairPrefill, ports.TakeAddr(t), 1)
-	r.f.Add(PairDecode, ports.TakeAddr(t), 1)
+	r.f.Add(Prefill, ports.TakeAddr(t), 1)
+	r.f.Add(Decode, ports.TakeAddr(t), 1)
 	return r
 }
 
 // attempt makes the fields of both legs.
-func (r *pairRun) attempt() transfer.Attempt {
+func (r *run) attempt() transfer.Attempt {
 	r.t.Helper()
 	p := r.f.engines[0]
 	peer := transfer.Peer{EngineID: p.Name, Host: "127.0.0.1", Port: 5600, TPSize: 1, PPSize: 1}
@@ -55,8 +56,8 @@ func (r *pairRun) attempt() transfer.Attempt {
 	return a
 }
 
-func (r *pairRun) send(method, url string, body []byte, id string) (status int, text string) {
-	ctx, cancel := context.WithTimeout(context.Background(), Patience)
+func (r *run) send(method, url string, body []byte, id string) (status int, text string) {
+	ctx, cancel := context.WithTimeout(context.Background(), harness.Patience)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, method, url, bytes.NewReader(body))
 	if err != nil {
@@ -74,12 +75,12 @@ func (r *pairRun) send(method, url string, body []byte, id string) (status int, 
 	return resp.StatusCode, out.String()
 }
 
-func (r *pairRun) leg(side int, body []byte, id string) (status int, text string) {
+func (r *run) leg(side int, body []byte, id string) (status int, text string) {
 	return r.send(http.MethodPost, "http://"+r.f.engines[side].Addr+transfer.Chat.Path(), body, id)
 }
 
 // both sends both legs as the transfer wants it, and returns the decode leg's answer.
-func (r *pairRun) both(a transfer.Attempt) (status int, text string) {
+func (r *run) both(a transfer.Attempt) (status int, text string) {
 	if !r.f.isPull() {
 		done := make(chan struct{})
 		go func() {
@@ -94,7 +95,7 @@ func (r *pairRun) both(a transfer.Attempt) (status int, text string) {
 }
 
 // params are those of a prefill leg, as members of a body.
-func (r *pairRun) params(a transfer.Attempt) []byte {
+func (r *run) params(a transfer.Attempt) []byte {
 	r.t.Helper()
 	_, text := r.leg(0, a.AppendPrefill(nil, &r.q), a.ID)
 	answer, failure := transfer.ReadPrefill(r.tr, &r.q, []byte(text))
@@ -102,83 +103,83 @@ func (r *pairRun) params(a transfer.Attempt) []byte {
 	return append([]byte(`"kv_transfer_params":`), answer.Params...)
 }
 
-// TestPairEnginesTakeTheLegsOfEveryTransfer: the legs that package transfer makes are without a fault, and
+// TestEnginesTakeTheLegsOfEveryTransfer: the legs that package transfer makes are without a fault, and
 // the text is that of one engine.
-func TestPairEnginesTakeTheLegsOfEveryTransfer(t *testing.T) {
-	body := Chat("pd", PairMark+" there was a fox", 6, false)
+func TestEnginesTakeTheLegsOfEveryTransfer(t *testing.T) {
+	body := harness.Chat("pd", Mark+" there was a fox", 6, false)
 	for _, name := range []string{"nixl", "nixl-push", "mooncake", "sglang", "sim"} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			r := newPairRun(t, name, body)
+			r := newRun(t, name, body)
 			for range 3 {
 				status, text := r.both(r.attempt())
 				require.Equal(t, http.StatusOK, status, text)
 				assert.Contains(t, text, strings.TrimSpace(r.f.Unbroken(body)))
 			}
-			assert.Len(t, r.f.Legs(PairPrefill), 3)
-			assert.Len(t, r.f.Legs(PairDecode), 3)
+			assert.Len(t, r.f.Legs(Prefill), 3)
+			assert.Len(t, r.f.Legs(Decode), 3)
 			assert.Zero(t, r.f.Open())
 			assert.Empty(t, r.f.Faults())
 		})
 	}
 }
 
-// TestPairEnginesSeeWrongLegs: what would end a real engine or make its text wrong is a fault, and a wrong
+// TestEnginesSeeWrongLegs: what would end a real engine or make its text wrong is a fault, and a wrong
 // text is none of the right one.
-func TestPairEnginesSeeWrongLegs(t *testing.T) {
-	body := Chat("pd", PairMark+" there was a fox", 6, false)
-	other := Chat("pd", PairMark+" there was a dog", 6, false)
+func TestEnginesSeeWrongLegs(t *testing.T) {
+	body := harness.Chat("pd", Mark+" there was a fox", 6, false)
+	other := harness.Chat("pd", Mark+" there was a dog", 6, false)
 	for name, c := range map[string]struct {
 		transfer string
-		do       func(r *pairRun) string
+		do       func(r *run) string
 		want     string
 		right    bool
 	}{
-		"used twice": {"nixl", func(r *pairRun) string {
+		"used twice": {"nixl", func(r *run) string {
 			a := r.attempt()
 			params := r.params(a)
 			r.leg(1, a.AppendDecode(nil, &r.q, params), "")
 			_, text := r.leg(1, a.AppendDecode(nil, &r.q, params), "")
 			return text
 		}, "read before", false},
-		"too late": {"nixl", func(r *pairRun) string {
+		"too late": {"nixl", func(r *run) string {
 			r.f.Lease = -time.Second
 			_, text := r.both(r.attempt())
 			return text
 		}, "after their prefill", false},
-		"another prompt": {"nixl", func(r *pairRun) string {
+		"another prompt": {"nixl", func(r *run) string {
 			a := r.attempt()
 			params := r.params(a)
 			require.NoError(r.t, r.q.Scan(r.tr, transfer.Chat, []byte(other)))
 			_, text := r.leg(1, a.AppendDecode(nil, &r.q, params), "")
 			return text
 		}, "another prompt", false},
-		"changed on the way": {"nixl", func(r *pairRun) string {
+		"changed on the way": {"nixl", func(r *run) string {
 			a := r.attempt()
 			params := bytes.Replace(r.params(a), []byte(`"big":1`), []byte(`"big": 1`), 1)
 			_, text := r.leg(1, a.AppendDecode(nil, &r.q, params), "")
 			return text
 		}, "not the bytes", true},
-		"ids used twice": {"nixl-push", func(r *pairRun) string {
+		"ids used twice": {"nixl-push", func(r *run) string {
 			a := r.attempt()
 			r.both(a)
 			_, text := r.both(a)
 			return text
 		}, "a second", true},
-		"a room used twice": {"sglang", func(r *pairRun) string {
+		"a room used twice": {"sglang", func(r *run) string {
 			a := r.attempt()
 			r.both(a)
 			_, text := r.both(a)
 			return text
 		}, "a second", true},
-		"fields of a client": {"mooncake", func(r *pairRun) string {
+		"fields of a client": {"mooncake", func(r *run) string {
 			_, text := r.leg(1, []byte(strings.Replace(body, "{", `{"bootstrap_room":1,`, 1)), "")
 			return text
 		}, "bootstrap_room", true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			r := newPairRun(t, c.transfer, body)
+			r := newRun(t, c.transfer, body)
 			text := c.do(r)
 			assert.Contains(t, strings.Join(r.f.Faults(), "\n"), c.want)
 			assert.Equal(t, c.right, strings.Contains(text, strings.TrimSpace(r.f.Unbroken(body))), text)
@@ -187,11 +188,11 @@ func TestPairEnginesSeeWrongLegs(t *testing.T) {
 	}
 }
 
-// TestPairEnginesKnowTheirLives: parameters of an engine that has ended lead to an error, soon after its end,
+// TestEnginesKnowTheirLives: parameters of an engine that has ended lead to an error, soon after its end,
 // and are a fault later.
-func TestPairEnginesKnowTheirLives(t *testing.T) {
-	body := Chat("pd", PairMark+" there was a fox", 6, false)
-	r := newPairRun(t, "nixl", body)
+func TestEnginesKnowTheirLives(t *testing.T) {
+	body := harness.Chat("pd", Mark+" there was a fox", 6, false)
+	r := newRun(t, "nixl", body)
 	a := r.attempt()
 	params := r.params(a)
 	r.f.engines[0].Stop()

@@ -1,4 +1,6 @@
-package harness
+// Package pairengine has stub engines that compute a prompt on one engine and its answer on another one, by
+// every transfer. Tests of one package and of whole nodes use them.
+package pairengine
 
 import (
 	"context"
@@ -23,23 +25,28 @@ import (
 
 // The roles of a stub engine, and the kinds of its legs.
 const (
-	PairPrefill = "prefill"
-	PairDecode  = "decode"
-	PairBoth    = "both"
-	PairPlain   = "plain" // a leg without fields of a transfer
+	Prefill = "prefill"
+	Decode  = "decode"
+	Both    = "both"
+	Plain   = "plain" // a leg without fields of a transfer
 )
 
-// PairMark is in the prompts of a test. A leg without it is a probe or a first meeting of two engines.
-const PairMark = "once upon a time"
+// Mark is in the prompts of a test. A leg without it is a probe or a first meeting of two engines.
+const Mark = "once upon a time"
 
-// PairEngines are stub engines of one transfer, in the test's process. They compute nothing: the text of an
+// firstMeeting begins the prompts with which dpserve lets two engines meet.
+const firstMeeting = `"dpserve `
+
+// Fleet are stub engines of one transfer, in the test's process. They compute nothing: the text of an
 // answer depends on the bytes of the prompt. They check each leg as strictly as real engines. What would end
 // a real engine, or make it answer with the text of another prompt, is a fault, which fails the test at its
 // end; in the second case the answer is wrong here, too. Safe for concurrent use.
-type PairEngines struct {
+type Fleet struct {
 	T        testing.TB
 	Transfer string
 	Model    string
+	// Mark is in the prompts of the test; "": it is in all but those of first meetings.
+	Mark string
 	// Listen binds the engines' addresses.
 	Listen func(addr string) (net.Listener, error)
 	// Params, if set, changes the kv_transfer_params of prefill legs' answers.
@@ -50,21 +57,22 @@ type PairEngines struct {
 	Lease time.Duration
 
 	mu       sync.Mutex
-	engines  []*PairEngine
-	legs     []*PairLeg
+	engines  []*Engine
+	legs     []*Leg
 	faults   []string
-	meetings map[string]*pairMeeting
+	meetings map[string]*meeting
 	number   int
 }
 
-// NewPairEngines makes a fleet without engines, on sockets of loopback. Call it before the cluster is made:
+// New makes a fleet without engines, on sockets of loopback. Call it before the cluster is made:
 // the engines then outlive the cluster.
-func NewPairEngines(t testing.TB, name, model string) *PairEngines {
+func New(t testing.TB, name, model string) *Fleet {
 	t.Helper()
 	traits, ok := transfer.Named(name)
 	require.True(t, ok, name)
-	f := &PairEngines{
-		T: t, Transfer: name, Model: model, meetings: map[string]*pairMeeting{}, Lease: traits.Traits().Lease,
+	f := &Fleet{
+		T: t, Transfer: name, Model: model, Mark: Mark, meetings: map[string]*meeting{},
+		Lease: traits.Traits().Lease,
 		Listen: func(addr string) (net.Listener, error) {
 			return (&net.ListenConfig{}).Listen(context.Background(), "tcp", addr)
 		},
@@ -82,19 +90,26 @@ func NewPairEngines(t testing.TB, name, model string) *PairEngines {
 }
 
 // Add starts an engine with ranks data-parallel ranks behind its address.
-func (f *PairEngines) Add(role, addr string, ranks int) *PairEngine {
+func (f *Fleet) Add(role, addr string, ranks int) *Engine {
 	f.T.Helper()
-	f.mu.Lock()
-	e := &PairEngine{Role: role, Addr: addr, Ranks: ranks, fleet: f}
-	e.Name = fmt.Sprintf("%s-%d", role, len(f.engines))
-	f.engines = append(f.engines, e)
-	f.mu.Unlock()
+	e := f.Make(role, ranks)
+	e.Addr = addr
 	e.Start()
 	return e
 }
 
+// Make makes an engine that somebody else serves.
+func (f *Fleet) Make(role string, ranks int) *Engine {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	e := &Engine{Role: role, Ranks: ranks, fleet: f, began: time.Now(), isUp: true}
+	e.Name = fmt.Sprintf("%s-%d", role, len(f.engines))
+	f.engines = append(f.engines, e)
+	return e
+}
+
 // Faults are the violations so far.
-func (f *PairEngines) Faults() []string {
+func (f *Fleet) Faults() []string {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return slices.Clone(f.faults)
@@ -102,7 +117,7 @@ func (f *PairEngines) Faults() []string {
 
 // Legs are the legs of the test's own requests so far, of one side or ("") of all, in the order in which they
 // came.
-func (f *PairEngines) Legs(side string) (out []PairLeg) {
+func (f *Fleet) Legs(side string) (out []Leg) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for _, l := range f.legs {
@@ -114,14 +129,14 @@ func (f *PairEngines) Legs(side string) (out []PairLeg) {
 }
 
 // Forget drops the legs so far.
-func (f *PairEngines) Forget() {
+func (f *Fleet) Forget() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.legs = slices.DeleteFunc(f.legs, func(l *PairLeg) bool { return !l.Ended.IsZero() })
+	f.legs = slices.DeleteFunc(f.legs, func(l *Leg) bool { return !l.Ended.IsZero() })
 }
 
 // Open are the requests of the test that engines have in hand.
-func (f *PairEngines) Open() (n int) {
+func (f *Fleet) Open() (n int) {
 	for _, l := range f.Legs("") {
 		if l.Ended.IsZero() {
 			n++
@@ -130,7 +145,7 @@ func (f *PairEngines) Open() (n int) {
 	return n
 }
 
-func (f *PairEngines) fault(l *PairLeg, format string, args ...any) {
+func (f *Fleet) fault(l *Leg, format string, args ...any) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.faults = append(f.faults, fmt.Sprintf("%s, %s leg: ", l.At.Name, l.Side)+fmt.Sprintf(format, args...)+
@@ -138,12 +153,12 @@ func (f *PairEngines) fault(l *PairLeg, format string, args ...any) {
 }
 
 // Side are the engines of a role.
-func (f *PairEngines) Side(role string) []*PairEngine {
-	return slices.DeleteFunc(f.all(), func(e *PairEngine) bool { return e.Role != role })
+func (f *Fleet) Side(role string) []*Engine {
+	return slices.DeleteFunc(f.all(), func(e *Engine) bool { return e.Role != role })
 }
 
 // named is the engine of that name.
-func (f *PairEngines) named(name string) *PairEngine {
+func (f *Fleet) named(name string) *Engine {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for _, e := range f.engines {
@@ -155,14 +170,14 @@ func (f *PairEngines) named(name string) *PairEngine {
 }
 
 // Unbroken is the text that one engine would give for the body of a request.
-func (f *PairEngines) Unbroken(body string) string {
-	l := &PairLeg{Body: []byte(body)}
+func (f *Fleet) Unbroken(body string) string {
+	l := &Leg{Body: []byte(body)}
 	require.NoError(f.T, l.read())
 	return l.text(l.Prompt, 0)
 }
 
 // AttachRanks are the lines of an app.yaml for all engines, one per rank, in the order of Add.
-func (f *PairEngines) AttachRanks() string {
+func (f *Fleet) AttachRanks() string {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	var out strings.Builder
@@ -175,7 +190,7 @@ func (f *PairEngines) AttachRanks() string {
 }
 
 // App is the app.yaml of all engines. more are further lines of the application.
-func (f *PairEngines) App(disaggregation string, more ...string) string {
+func (f *Fleet) App(disaggregation string, more ...string) string {
 	family := "vllm"
 	if f.Transfer == transfer.SGLangName {
 		family = "sglang"
@@ -195,17 +210,19 @@ func (f *PairEngines) App(disaggregation string, more ...string) string {
 	return text
 }
 
-// PairEngine is one stub engine.
-type PairEngine struct {
+// Engine is one stub engine.
+type Engine struct {
 	Name  string
 	Role  string
 	Addr  string
 	Ranks int // behind its address; 0 or 1: the address alone selects it
 
-	fleet *PairEngines
+	fleet *Fleet
 
 	mu     sync.Mutex
-	act    func(l *PairLeg) bool
+	act    func(l *Leg) bool
+	meets  func(l *Leg) bool
+	isUp   bool
 	life   int       // starts so far
 	began  time.Time // of this life
 	died   time.Time // of the life before
@@ -219,20 +236,28 @@ type PairEngine struct {
 
 // Do has act answer the legs of the test's requests; act returns false for those that are answered as usual.
 // nil ends that.
-func (e *PairEngine) Do(act func(l *PairLeg) bool) {
+func (e *Engine) Do(act func(l *Leg) bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.act = act
 }
 
+// DoFirst is Do for the legs with which dpserve lets two engines meet.
+func (e *Engine) DoFirst(meets func(l *Leg) bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.meets = meets
+}
+
 // Start listens. Each start is another life: it knows nothing of the prompts of the one before.
-func (e *PairEngine) Start() {
+func (e *Engine) Start() {
 	e.fleet.T.Helper()
 	ln, err := e.fleet.Listen(e.Addr)
 	require.NoError(e.fleet.T, err)
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.life++
+	e.isUp = true
 	e.began, e.tokens, e.cache = time.Now(), 0, nil
 	e.server = &http.Server{Handler: e, ReadHeaderTimeout: time.Minute}
 	e.served = make(chan struct{})
@@ -245,10 +270,10 @@ func (e *PairEngine) Start() {
 }
 
 // Stop ends the engine as SIGKILL does: its connections break, and nothing listens any more. Idempotent.
-func (e *PairEngine) Stop() {
+func (e *Engine) Stop() {
 	e.mu.Lock()
 	server, served := e.server, e.served
-	e.server, e.died = nil, time.Now()
+	e.server, e.isUp, e.died = nil, false, time.Now()
 	e.mu.Unlock()
 	if server == nil {
 		return
@@ -259,14 +284,14 @@ func (e *PairEngine) Stop() {
 }
 
 // Resets is how often the engine's prefix cache was reset.
-func (e *PairEngine) Resets() int {
+func (e *Engine) Resets() int {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.resets
 }
 
 // remember keeps a prompt in the engine's cache, and returns how many tokens of it were there.
-func (e *PairEngine) remember(prompt string) (tokens int) {
+func (e *Engine) remember(prompt string) (tokens int) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	shared := 0
@@ -285,15 +310,15 @@ func (e *PairEngine) remember(prompt string) (tokens int) {
 }
 
 // lives returns the number of the engine's life, whether it runs, and when the life before ended.
-func (e *PairEngine) lives() (life int, isUp bool, died time.Time) {
+func (e *Engine) lives() (life int, isUp bool, died time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return e.life, e.server != nil, e.died
+	return e.life, e.isUp, e.died
 }
 
 // engineID is the id by which the other side knows a rank of the engine. With nixl-push it is written in the
 // application's file; otherwise each life has its own.
-func (e *PairEngine) engineID(rank int) string {
+func (e *Engine) engineID(rank int) string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	id := e.Name
@@ -307,12 +332,12 @@ func (e *PairEngine) engineID(rank int) string {
 }
 
 // attachRank is the rank's line in an app.yaml.
-func (e *PairEngine) attachRank(rank int) string {
+func (e *Engine) attachRank(rank int) string {
 	line := fmt.Sprintf(`url: "http://%s", role: %s`, e.Addr, e.Role)
 	if e.Ranks > 1 {
 		line += fmt.Sprintf(", addressing: body, selector: %d", rank)
 	}
-	if e.Role == PairPrefill {
+	if e.Role == Prefill {
 		host, _, _ := net.SplitHostPort(e.Addr)
 		switch e.fleet.Transfer {
 		case transfer.NixlPushName:
@@ -325,7 +350,7 @@ func (e *PairEngine) attachRank(rank int) string {
 }
 
 // ServeHTTP implements http.Handler.
-func (e *PairEngine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+func (e *Engine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	e.open.Add(1)
 	defer e.open.Done()
 	isSGLang := e.fleet.Transfer == transfer.SGLangName
@@ -360,7 +385,7 @@ func (e *PairEngine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-func (e *PairEngine) metrics(w io.Writer, isSGLang bool) {
+func (e *Engine) metrics(w io.Writer, isSGLang bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	prefix, rank, running := "vllm:", "engine", "num_requests_running"
@@ -381,7 +406,7 @@ func (e *PairEngine) metrics(w io.Writer, isSGLang bool) {
 }
 
 // queryMooncake answers for every rank of the engine.
-func (e *PairEngine) queryMooncake(w io.Writer) {
+func (e *Engine) queryMooncake(w io.Writer) {
 	ranks := map[string]any{}
 	for i := range max(1, e.Ranks) {
 		ranks[fmt.Sprint(i)] = map[string]any{
@@ -393,10 +418,10 @@ func (e *PairEngine) queryMooncake(w io.Writer) {
 }
 
 // generate answers one leg.
-func (e *PairEngine) generate(w http.ResponseWriter, r *http.Request) {
+func (e *Engine) generate(w http.ResponseWriter, r *http.Request) {
 	f := e.fleet
-	l := &PairLeg{
-		At: e, Path: r.URL.Path, Header: r.Header.Clone(), Began: time.Now(), answer: &pairAnswer{w: w, r: r},
+	l := &Leg{
+		At: e, Path: r.URL.Path, Header: r.Header.Clone(), Began: time.Now(), answer: &legAnswer{w: w, r: r},
 	}
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
@@ -408,6 +433,7 @@ func (e *PairEngine) generate(w http.ResponseWriter, r *http.Request) {
 		l.Fail(http.StatusBadRequest)
 		return
 	}
+	l.Ours = !l.isFirst && strings.Contains(l.Prompt, f.Mark)
 	l.life, _, _ = e.lives()
 	l.Side = f.sideOf(l)
 	f.mu.Lock()
@@ -417,18 +443,21 @@ func (e *PairEngine) generate(w http.ResponseWriter, r *http.Request) {
 	prompt, isKnown := f.check(l)
 	e.mu.Lock()
 	act := e.act
+	if l.isFirst {
+		act = e.meets
+	}
 	e.mu.Unlock()
-	if l.Ours && act != nil && act(l) {
+	if (l.Ours || l.isFirst) && act != nil && act(l) {
 		return
 	}
 	switch {
-	case l.Side == PairPrefill:
+	case l.Side == Prefill:
 		l.answerPrefill()
-	case l.Side == PairDecode && !isKnown:
+	case l.Side == Decode && !isKnown:
 		l.Fail(http.StatusInternalServerError)
-	case l.Side == PairDecode:
+	case l.Side == Decode:
 		l.answerDecode(prompt)
-	case f.Transfer == transfer.SGLangName && e.Role != PairBoth && !l.isFakeBootstrap():
+	case f.Transfer == transfer.SGLangName && e.Role != Both && !l.isFakeBootstrap():
 		l.fail(http.StatusBadRequest, "Disaggregated request received without bootstrap room id")
 	default:
 		l.Answer(l.Prompt)
@@ -436,7 +465,7 @@ func (e *PairEngine) generate(w http.ResponseWriter, r *http.Request) {
 }
 
 // ended notes the end of a leg.
-func (f *PairEngines) ended(l *PairLeg) {
+func (f *Fleet) ended(l *Leg) {
 	f.mu.Lock()
 	l.Ended, l.Status = time.Now(), l.answer.status
 	l.Left = l.answer.r.Context().Err() != nil && !l.answer.whole

@@ -1,4 +1,4 @@
-package harness
+package pairengine
 
 import (
 	"encoding/json"
@@ -11,13 +11,13 @@ import (
 	"github.com/dpserve/dpserve/internal/engine/transfer"
 )
 
-// pairMeeting is where the two legs of an attempt find each other, under the transfer's id of it.
-type pairMeeting struct {
-	engine   *PairEngine // of the prefill leg
-	life     int         // of that engine
-	prompt   string      // of the prefill leg
-	params   string      // of its answer
-	at       time.Time   // of its answer
+// meeting is where the two legs of an attempt find each other, under the transfer's id of it.
+type meeting struct {
+	engine   *Engine   // of the prefill leg
+	life     int       // of that engine
+	prompt   string    // of the prefill leg
+	params   string    // of its answer
+	at       time.Time // of its answer
 	prefills int
 	decodes  int
 	computed chan struct{} // closed when the prompt is computed
@@ -25,42 +25,42 @@ type pairMeeting struct {
 }
 
 // meet returns the meeting under an id.
-func (f *PairEngines) meet(id string) *pairMeeting {
+func (f *Fleet) meet(id string) *meeting {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	m := f.meetings[id]
 	if m == nil {
-		m = &pairMeeting{computed: make(chan struct{}), arrived: make(chan struct{})}
+		m = &meeting{computed: make(chan struct{}), arrived: make(chan struct{})}
 		f.meetings[id] = m
 	}
 	return m
 }
 
 // sideOf tells which leg of a pair a request is.
-func (f *PairEngines) sideOf(l *PairLeg) string {
+func (f *Fleet) sideOf(l *Leg) string {
 	if f.Transfer == transfer.SGLangName {
-		if len(l.Rooms()) > 0 && !l.isFakeBootstrap() && l.At.Role != PairBoth {
+		if len(l.Rooms()) > 0 && !l.isFakeBootstrap() && l.At.Role != Both {
 			return l.At.Role
 		}
-		return PairPlain
+		return Plain
 	}
 	switch {
 	case string(l.Params["do_remote_decode"]) == "true":
-		return PairPrefill
+		return Prefill
 	case string(l.Params["do_remote_prefill"]) == "true":
-		return PairDecode
+		return Decode
 	}
-	return PairPlain
+	return Plain
 }
 
 // param is a text among the parameters.
-func (l *PairLeg) param(name string) (text string) {
+func (l *Leg) param(name string) (text string) {
 	_ = json.Unmarshal(l.Params[name], &text)
 	return text
 }
 
 // meetingID is the id under which the legs of the leg's attempt meet.
-func (l *PairLeg) meetingID() string {
+func (l *Leg) meetingID() string {
 	switch l.At.fleet.Transfer {
 	case transfer.NixlPushName:
 		return l.Path + " " + l.ID()
@@ -74,17 +74,17 @@ func (l *PairLeg) meetingID() string {
 
 // check looks at each field of a leg. For a decode leg it returns the prompt whose blocks the engine gets
 // now, if that is known already.
-func (f *PairEngines) check(l *PairLeg) (prompt string, isKnown bool) {
+func (f *Fleet) check(l *Leg) (prompt string, isKnown bool) {
 	f.checkMembers(l)
 	switch l.Side {
-	case PairPrefill:
+	case Prefill:
 		f.checkPrefill(l)
-	case PairDecode:
+	case Decode:
 		if f.isPull() {
 			return f.checkPull(l)
 		}
 		return "", f.checkDecode(l)
-	case PairPlain:
+	case Plain:
 		if l.Fields["kv_transfer_params"] != nil && l.Params["do_remote_decode"] == nil {
 			f.fault(l, "a request without a partner has transfer parameters")
 		}
@@ -92,12 +92,12 @@ func (f *PairEngines) check(l *PairLeg) (prompt string, isKnown bool) {
 	return "", false
 }
 
-func (f *PairEngines) isPull() bool {
+func (f *Fleet) isPull() bool {
 	return f.Transfer == transfer.NixlName || f.Transfer == transfer.SimName
 }
 
 // checkMembers looks for members that stand twice, and for those that no engine of this transfer may get.
-func (f *PairEngines) checkMembers(l *PairLeg) {
+func (f *Fleet) checkMembers(l *Leg) {
 	seen := map[string]bool{}
 	err := openai.Members(l.Body, func(key []byte, _, _ openai.Span) error {
 		if seen[string(key)] {
@@ -125,7 +125,7 @@ func (f *PairEngines) checkMembers(l *PairLeg) {
 }
 
 // checkPrefill checks a prefill leg, and opens its meeting.
-func (f *PairEngines) checkPrefill(l *PairLeg) {
+func (f *Fleet) checkPrefill(l *Leg) {
 	if f.Transfer == transfer.SGLangName {
 		f.checkRooms(l)
 	} else {
@@ -162,7 +162,7 @@ func (f *PairEngines) checkPrefill(l *PairLeg) {
 }
 
 // checkRooms checks SGLang's members of either leg.
-func (f *PairEngines) checkRooms(l *PairLeg) {
+func (f *Fleet) checkRooms(l *Leg) {
 	rooms := l.Rooms()
 	if len(rooms) != len(l.prompts(l.Prompt)) {
 		f.fault(l, "%d rooms for %d prompts", len(rooms), len(l.prompts(l.Prompt)))
@@ -177,12 +177,12 @@ func (f *PairEngines) checkRooms(l *PairLeg) {
 	}
 	for _, e := range f.all() {
 		host, port := hostPort(e.Addr)
-		if e.Role != PairPrefill || !strings.Contains(string(l.Fields["bootstrap_host"]), host) ||
+		if e.Role != Prefill || !strings.Contains(string(l.Fields["bootstrap_host"]), host) ||
 			!strings.Contains(string(l.Fields["bootstrap_port"]), port) || e.Ranks < 2 {
 			continue
 		}
 		want := l.number("disagg_prefill_dp_rank", -1)
-		if l.Side == PairPrefill && l.Rank() != want {
+		if l.Side == Prefill && l.Rank() != want {
 			f.fault(l, "the leg is for rank %d, and disagg_prefill_dp_rank says %d", l.Rank(), want)
 		}
 		for _, room := range rooms {
@@ -193,7 +193,7 @@ func (f *PairEngines) checkRooms(l *PairLeg) {
 	}
 }
 
-func (f *PairEngines) all() []*PairEngine {
+func (f *Fleet) all() []*Engine {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return slices.Clone(f.engines)
@@ -206,7 +206,7 @@ func hostPort(addr string) (host, port string) {
 
 // checkPull checks the parameters of a decode leg that reads its partner's blocks, and returns the prompt of
 // what the blocks hold.
-func (f *PairEngines) checkPull(l *PairLeg) (prompt string, isKnown bool) {
+func (f *Fleet) checkPull(l *Leg) (prompt string, isKnown bool) {
 	f.mu.Lock()
 	m := f.meetings[l.meetingID()]
 	reads := 0
@@ -242,7 +242,7 @@ func (f *PairEngines) checkPull(l *PairLeg) (prompt string, isKnown bool) {
 }
 
 // checkDecode checks a decode leg to which its partner pushes. It is not good if the engine finds no partner.
-func (f *PairEngines) checkDecode(l *PairLeg) (isGood bool) {
+func (f *Fleet) checkDecode(l *Leg) (isGood bool) {
 	isGood = true
 	switch f.Transfer {
 	case transfer.SGLangName:
@@ -288,7 +288,7 @@ const lateNews = 3 * time.Second
 
 // checkEngineID looks for the engine that a mooncake leg names. Of an engine that has ended the decode engine
 // gets nothing.
-func (f *PairEngines) checkEngineID(l *PairLeg) (isUp bool) {
+func (f *Fleet) checkEngineID(l *Leg) (isUp bool) {
 	named := l.param("remote_engine_id")
 	for _, e := range f.all() {
 		for rank := range max(1, e.Ranks) {
@@ -306,7 +306,7 @@ func (f *PairEngines) checkEngineID(l *PairLeg) (isUp bool) {
 }
 
 // answerPrefill answers a prefill leg.
-func (l *PairLeg) answerPrefill() {
+func (l *Leg) answerPrefill() {
 	f := l.At.fleet
 	if f.isPull() {
 		f.mu.Lock()
@@ -345,7 +345,7 @@ func (l *PairLeg) answerPrefill() {
 
 // pullParams are the parameters of an answer, with numbers, texts and fields that only the engines know, and
 // with spaces.
-func pullParams(number int, l *PairLeg, id string) string {
+func pullParams(number int, l *Leg, id string) string {
 	return fmt.Sprintf(`{"do_remote_prefill":true, "do_remote_decode":false,"remote_block_ids":[[%d, %d]],`+
 		`"remote_engine_id":"%s-life-%d","remote_request_id":%q,"remote_host":"127.0.0.1",`+
 		`"remote_port":15600,"tp_size":1,"dcp_size":1,"pp_size":1,"remote_num_tokens":%d,`+
@@ -357,7 +357,7 @@ func pullParams(number int, l *PairLeg, id string) string {
 
 // answerDecode answers a decode leg. prompt is what a pulling engine has read; one that is pushed to waits
 // for its partner without an end.
-func (l *PairLeg) answerDecode(prompt string) {
+func (l *Leg) answerDecode(prompt string) {
 	f := l.At.fleet
 	if !f.isPull() {
 		m := f.meet(l.meetingID())

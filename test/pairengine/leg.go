@@ -1,4 +1,4 @@
-package harness
+package pairengine
 
 import (
 	"encoding/json"
@@ -12,10 +12,10 @@ import (
 	"github.com/dpserve/dpserve/internal/engine/transfer"
 )
 
-// PairLeg is one request that reached a stub engine.
-type PairLeg struct {
-	At     *PairEngine
-	Side   string // PairPrefill, PairDecode or PairPlain
+// Leg is one request that reached a stub engine.
+type Leg struct {
+	At     *Engine
+	Side   string // Prefill, Decode or Plain
 	Path   string
 	Header http.Header
 	Body   []byte
@@ -28,12 +28,13 @@ type PairLeg struct {
 	Left   bool      // the caller closed the connection before the answer was complete
 	Status int
 
-	life   int // of the engine
-	answer *pairAnswer
+	isFirst bool // it is of a first meeting of two engines
+	life    int  // of the engine
+	answer  *legAnswer
 }
 
-// pairAnswer is the answer of a leg; the handler's goroutine alone uses it.
-type pairAnswer struct {
+// legAnswer is the answer of a leg; the handler's goroutine alone uses it.
+type legAnswer struct {
 	w      http.ResponseWriter
 	r      *http.Request
 	status int
@@ -42,7 +43,7 @@ type pairAnswer struct {
 }
 
 // read takes the body apart.
-func (l *PairLeg) read() error {
+func (l *Leg) read() error {
 	if err := json.Unmarshal(l.Body, &l.Fields); err != nil {
 		return err
 	}
@@ -52,15 +53,15 @@ func (l *PairLeg) read() error {
 		}
 	}
 	l.Prompt = string(l.Fields["prompt"]) + string(l.Fields["messages"])
-	l.Ours = strings.Contains(l.Prompt, PairMark)
+	l.isFirst = strings.HasPrefix(l.Prompt, firstMeeting)
 	return nil
 }
 
 // ID is the X-Request-Id.
-func (l *PairLeg) ID() string { return l.Header.Get("X-Request-Id") }
+func (l *Leg) ID() string { return l.Header.Get("X-Request-Id") }
 
 // Rank is the data-parallel rank that the leg names, by header or body; -1 if it names none.
-func (l *PairLeg) Rank() int {
+func (l *Leg) Rank() int {
 	rank := l.number("routed_dp_rank", -1)
 	if text := l.Header.Get("X-Data-Parallel-Rank"); text != "" {
 		_, _ = fmt.Sscan(text, &rank)
@@ -69,7 +70,7 @@ func (l *PairLeg) Rank() int {
 }
 
 // Rooms are SGLang's rooms, one per prompt.
-func (l *PairLeg) Rooms() []uint64 {
+func (l *Leg) Rooms() []uint64 {
 	raw := l.Fields["bootstrap_room"]
 	var list []uint64
 	if json.Unmarshal(raw, &list) == nil {
@@ -84,12 +85,12 @@ func (l *PairLeg) Rooms() []uint64 {
 
 // isFakeBootstrap reports whether an SGLang engine is asked to compute without a transfer, as health checks
 // do.
-func (l *PairLeg) isFakeBootstrap() bool {
+func (l *Leg) isFakeBootstrap() bool {
 	return strings.Contains(string(l.Fields["bootstrap_host"]), "2.2.2.2")
 }
 
 // number is a field with a number.
-func (l *PairLeg) number(name string, unset int) int {
+func (l *Leg) number(name string, unset int) int {
 	n := unset
 	if raw, ok := l.Fields[name]; ok && json.Unmarshal(raw, &n) != nil {
 		return unset
@@ -97,18 +98,18 @@ func (l *PairLeg) number(name string, unset int) int {
 	return n
 }
 
-func (l *PairLeg) isSet(name string) bool { return string(l.Fields[name]) == "true" }
+func (l *Leg) isSet(name string) bool { return string(l.Fields[name]) == "true" }
 
 // tokens are how many tokens the answer has: one, if an SGLang engine computes a prompt for another one.
-func (l *PairLeg) tokens() int {
-	if l.Side == PairPrefill && l.At.fleet.Transfer == transfer.SGLangName {
+func (l *Leg) tokens() int {
+	if l.Side == Prefill && l.At.fleet.Transfer == transfer.SGLangName {
 		return 1
 	}
 	return l.number("max_completion_tokens", l.number("max_tokens", 8))
 }
 
 // prompts are the prompts of the body, each as its bytes.
-func (l *PairLeg) prompts(prompt string) []string {
+func (l *Leg) prompts(prompt string) []string {
 	var list []json.RawMessage
 	if l.Fields["messages"] != nil || json.Unmarshal([]byte(prompt), &list) != nil {
 		return []string{prompt}
@@ -123,30 +124,30 @@ func (l *PairLeg) prompts(prompt string) []string {
 	return out
 }
 
-var pairWords = [16]string{
+var someWords = [16]string{
 	" fox", " dog", " moon", " river", " stone", " cloud", " tree", " lamp", " bird", " road", " salt",
 	" wind", " door", " glass", " seed", " wave",
 }
 
 // text is the text of a choice for a prompt.
-func (l *PairLeg) text(prompt string, choice int) string {
-	return strings.Join(pairText(prompt, choice, l.tokens()), "")
+func (l *Leg) text(prompt string, choice int) string {
+	return strings.Join(wordsFor(prompt, choice, l.tokens()), "")
 }
 
-func pairText(prompt string, choice, tokens int) []string {
+func wordsFor(prompt string, choice, tokens int) []string {
 	h := fnv.New64a()
 	_, _ = fmt.Fprintf(h, "%d %s", choice, prompt)
 	x := h.Sum64()
 	out := make([]string, tokens)
 	for i := range out {
 		x = x*6364136223846793005 + 1442695040888963407
-		out[i] = pairWords[x>>60]
+		out[i] = someWords[x>>60]
 	}
 	return out
 }
 
 // fail answers with an error as vLLM does.
-func (l *PairLeg) fail(status int, message string) {
+func (l *Leg) fail(status int, message string) {
 	l.head("application/json", status)
 	_, _ = fmt.Fprintf(l.answer.w, `{"error":{"message":%q,"type":%q,"param":null,"code":%d}}`, message,
 		strings.ReplaceAll(http.StatusText(status), " ", ""), status)
@@ -154,7 +155,7 @@ func (l *PairLeg) fail(status int, message string) {
 }
 
 // Fail answers with a status and vLLM's words.
-func (l *PairLeg) Fail(status int) bool {
+func (l *Leg) Fail(status int) bool {
 	message := "Internal server error"
 	if status < http.StatusInternalServerError {
 		message = "This model's maximum context length is 4 tokens"
@@ -164,7 +165,7 @@ func (l *PairLeg) Fail(status int) bool {
 }
 
 // FailStream answers a stream with an error as its first event, as vLLM does after a failed transfer.
-func (l *PairLeg) FailStream() bool {
+func (l *Leg) FailStream() bool {
 	if !l.isSet("stream") {
 		return l.Fail(http.StatusInternalServerError)
 	}
@@ -177,7 +178,7 @@ func (l *PairLeg) FailStream() bool {
 }
 
 // Reset breaks the connection without a byte of an answer.
-func (l *PairLeg) Reset() bool {
+func (l *Leg) Reset() bool {
 	conn, _, err := http.NewResponseController(l.answer.w).Hijack()
 	if err != nil {
 		panic(http.ErrAbortHandler)
@@ -190,14 +191,21 @@ func (l *PairLeg) Reset() bool {
 	return true
 }
 
+// Handle lets h answer. The body is read already.
+func (l *Leg) Handle(h http.HandlerFunc) bool {
+	h(l.answer.w, l.answer.r)
+	l.answer.whole = true
+	return true
+}
+
 // Stall answers nothing until the caller leaves.
-func (l *PairLeg) Stall() bool {
+func (l *Leg) Stall() bool {
 	<-l.answer.r.Context().Done()
 	return true
 }
 
 // StallUntil answers as usual after a channel is closed, unless the caller leaves before.
-func (l *PairLeg) StallUntil(let <-chan struct{}) bool {
+func (l *Leg) StallUntil(let <-chan struct{}) bool {
 	select {
 	case <-let:
 		return false
@@ -207,14 +215,14 @@ func (l *PairLeg) StallUntil(let <-chan struct{}) bool {
 }
 
 // head sends the status and the head of an answer.
-func (l *PairLeg) head(kind string, status int) {
+func (l *Leg) head(kind string, status int) {
 	l.answer.status = status
 	l.answer.w.Header().Set("Content-Type", kind)
 	l.answer.w.WriteHeader(status)
 }
 
 // event sends one event of a stream; false if the caller has left.
-func (l *PairLeg) event(data string) bool {
+func (l *Leg) event(data string) bool {
 	if _, err := fmt.Fprintf(l.answer.w, "data: %s\n\n", data); err != nil {
 		return false
 	}
@@ -222,7 +230,7 @@ func (l *PairLeg) event(data string) bool {
 }
 
 // pause waits between two tokens; false if the caller has left.
-func (l *PairLeg) pause() bool {
+func (l *Leg) pause() bool {
 	if l.At.fleet.Pause <= 0 {
 		return l.answer.r.Context().Err() == nil
 	}
@@ -237,10 +245,10 @@ func (l *PairLeg) pause() bool {
 }
 
 // Answer gives the whole answer for a prompt: the body's own, or the one that the engine got blocks of.
-func (l *PairLeg) Answer(prompt string) bool { return l.AnswerAfterFirst(prompt, nil) }
+func (l *Leg) Answer(prompt string) bool { return l.AnswerAfterFirst(prompt, nil) }
 
 // AnswerAfterFirst is Answer; a stream waits behind its first token until let is closed.
-func (l *PairLeg) AnswerAfterFirst(prompt string, let <-chan struct{}) bool {
+func (l *Leg) AnswerAfterFirst(prompt string, let <-chan struct{}) bool {
 	if !l.isSet("stream") {
 		l.answerWhole(prompt, "")
 		return true
@@ -249,7 +257,7 @@ func (l *PairLeg) AnswerAfterFirst(prompt string, let <-chan struct{}) bool {
 	if l.isChat() && !l.event(l.chunk(`"delta":{"role":"assistant","content":""},"finish_reason":null`)) {
 		return true
 	}
-	for i, word := range pairText(prompt, 0, l.tokens()) {
+	for i, word := range wordsFor(prompt, 0, l.tokens()) {
 		if i > 0 && !l.pause() || !l.event(l.chunk(l.piece(word, "null"))) {
 			return true
 		}
@@ -264,17 +272,17 @@ func (l *PairLeg) AnswerAfterFirst(prompt string, let <-chan struct{}) bool {
 	return true
 }
 
-func (l *PairLeg) isChat() bool { return l.Path == transfer.Chat.Path() }
+func (l *Leg) isChat() bool { return l.Path == transfer.Chat.Path() }
 
 // piece is what one event of a stream says of the choice.
-func (l *PairLeg) piece(word, finish string) string {
+func (l *Leg) piece(word, finish string) string {
 	if l.isChat() {
 		return fmt.Sprintf(`"delta":{"content":%q},"finish_reason":%s`, word, finish)
 	}
 	return fmt.Sprintf(`"text":%q,"finish_reason":%s`, word, finish)
 }
 
-func (l *PairLeg) chunk(choice string) string {
+func (l *Leg) chunk(choice string) string {
 	if l.isChat() {
 		return fmt.Sprintf(`{"id":"chatcmpl-%s","object":"chat.completion.chunk","created":1,"model":%q,`+
 			`"choices":[{"index":0,%s}]}`, l.ID(), l.At.fleet.Model, choice)
@@ -284,7 +292,7 @@ func (l *PairLeg) chunk(choice string) string {
 }
 
 // answerWhole answers with one JSON object. params is the text of kv_transfer_params, "" for none.
-func (l *PairLeg) answerWhole(prompt, params string) {
+func (l *Leg) answerWhole(prompt, params string) {
 	for range l.tokens() - 1 {
 		if !l.pause() {
 			return
