@@ -15,6 +15,7 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/dispatch"
+	"github.com/dpserve/dpserve/internal/engine/continuation"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/rankleg"
 )
@@ -33,7 +34,7 @@ type keptMemory struct{ taken atomic.Int64 }
 // keptAnswer is the answer that a client has so far, and the request for it, as long as the answer may go on
 // from another rank. Of any other request nothing is kept.
 type keptAnswer struct {
-	answer    openai.Answer
+	answer    continuation.Answer
 	body      []byte // the client's, once its answer has begun
 	out       []byte // what the client gets of one read from the second engine on
 	isKept    bool
@@ -49,7 +50,7 @@ func (k *keptAnswer) release(m *keptMemory) {
 	m.taken.Add(-k.taken)
 	k.answer.Reset()
 	if cap(k.answer.Text) > keptPooled {
-		k.answer = openai.Answer{}
+		k.answer = continuation.Answer{}
 	}
 	*k = keptAnswer{answer: k.answer, body: pooled(k.body), out: pooled(k.out)}
 }
@@ -120,7 +121,7 @@ func (req *request) passEvents(events []byte) ([]byte, error) {
 			continue
 		}
 		var err error
-		if k.out, err = k.answer.AppendContinued(k.out, event); err != nil {
+		if k.out, err = k.answer.AppendEvent(k.out, event); err != nil {
 			return nil, err
 		}
 	}
@@ -179,14 +180,14 @@ func (req *request) makeRest() error {
 			return errors.New("the engine does not go on with a message of the assistant")
 		}
 	}
-	text, tokens := k.answer.Continue(openai.Stops(k.body), engines.trims)
+	text, tokens := k.answer.Continue(continuation.Stops(k.body), engines.trims)
 	req.dropBody()
 	mem := req.in.bodies.take(len(k.body) + 2*len(text) + restMembers)
 	if mem == nil {
 		return errNoBodyMemory
 	}
 	req.body = mem
-	body, err := openai.AppendContinued(mem.b, k.body, req.route, text, tokens)
+	body, err := continuation.AppendRequest(mem.b, k.body, req.route, text, tokens)
 	if err != nil {
 		return err
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/dispatch"
+	"github.com/dpserve/dpserve/internal/engine/continuation"
 	"github.com/dpserve/dpserve/internal/engine/openai"
 )
 
@@ -288,7 +289,7 @@ func (r relay) writeClient(b []byte, now time.Time) error {
 
 // writeFailure returns the result of an attempt whose answer could not be written.
 func (r relay) writeFailure(ctx context.Context, err error) result {
-	if errors.Is(err, openai.ErrAnotherAnswer) {
+	if errors.Is(err, continuation.ErrAnotherAnswer) {
 		return result{cause: dispatch.NotContinued, err: err}
 	}
 	r.cutConn = true

@@ -215,7 +215,7 @@ func (b *Body) member(s *scanner, i int) (end int, err error) {
 // decode keeps the unescaped form of a key for the rest of the scan.
 func (b *Body) decode(key []byte) []byte {
 	from := len(b.decoded)
-	b.decoded = unescape(b.decoded, key)
+	b.decoded = Unescape(b.decoded, key)
 	return b.decoded[from:]
 }
 
@@ -312,7 +312,7 @@ func checkXargs(raw []byte) error {
 	var err error
 	s.members(0, 1, func(key []byte, escaped bool, _ Span) bool {
 		if escaped {
-			key = unescape(buf[:0], key)
+			key = Unescape(buf[:0], key)
 		}
 		if k := string(key); k == "kv_cache_report_mode" || k == "kv_transfer_params" {
 			err = newBodyError([]byte("vllm_xargs"), "vllm_xargs must not hold %s", k)
@@ -364,7 +364,7 @@ func (b *Body) readModel(raw []byte) error {
 	case '"':
 		b.HasModel, b.Model = true, raw[1:len(raw)-1]
 		if bytes.IndexByte(b.Model, '\\') >= 0 {
-			b.model = unescape(b.model, b.Model)
+			b.model = Unescape(b.model, b.Model)
 			b.Model = b.model
 		}
 	case 'n':
@@ -417,7 +417,7 @@ func (b *Body) readMaxTokens(key, raw []byte) error {
 func Number(raw []byte) (float64, bool) {
 	switch c := raw[0]; {
 	case c == '"':
-		raw = unescape(nil, raw[1:len(raw)-1])
+		raw = Unescape(nil, raw[1:len(raw)-1])
 		raw = bytes.ReplaceAll(bytes.TrimSpace(raw), []byte("_"), nil)
 	case c != '-' && c-'0' > 9:
 		return 0, false

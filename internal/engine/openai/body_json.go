@@ -314,7 +314,7 @@ func Members(body []byte, f func(key []byte, member, value Span) error) error {
 	var buf [64]byte
 	i = s.members(i, 1, func(key []byte, escaped bool, value Span) bool {
 		if escaped {
-			key = unescape(buf[:0], key)
+			key = Unescape(buf[:0], key)
 		}
 		err = f(key, Span{s.member, value.End}, value)
 		return err == nil

@@ -167,9 +167,9 @@ func nibble(c byte) rune {
 	return -1
 }
 
-// unescape appends the unescaped src, the checked inside of a JSON string, to dst. A lone surrogate is
+// Unescape appends the unescaped src, the checked inside of a JSON string, to dst. A lone surrogate is
 // encoded in three bytes as if it were a character, so that two different keys never become equal.
-func unescape(dst, src []byte) []byte {
+func Unescape(dst, src []byte) []byte {
 	for i := 0; i < len(src); {
 		if src[i] != '\\' {
 			dst = append(dst, src[i])

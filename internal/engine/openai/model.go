@@ -42,7 +42,7 @@ func FindModel(body []byte, contentType string, isPlain bool) (f ModelField, ok 
 // unquoted is the content of a checked string.
 func unquoted(raw []byte) []byte {
 	if raw = raw[1 : len(raw)-1]; bytes.IndexByte(raw, '\\') >= 0 {
-		return unescape(nil, raw)
+		return Unescape(nil, raw)
 	}
 	return raw
 }

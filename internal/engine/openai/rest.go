@@ -85,7 +85,7 @@ func (w *Rest) note() error {
 	key, hash := w.key, xxh3.Hash(w.key)
 	switch isEscaped := bytes.IndexByte(key, '\\') >= 0; {
 	case w.isHead && isEscaped && len(key) <= maxWatchedKey:
-		hash = xxh3.Hash(unescape(nil, key))
+		hash = xxh3.Hash(Unescape(nil, key))
 	case w.isHead:
 	case isEscaped, len(key) > maxWatchedKey, len(w.seen) >= maxFields,
 		slices.Contains(w.seen, hash), isBefore(key), Reserved(key):
