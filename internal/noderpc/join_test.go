@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
@@ -285,24 +286,27 @@ func TestJoinNamesTheStepThatFailed(t *testing.T) {
 
 // TestJoinWaitsForAnElection: errors that may pass are retried.
 func TestJoinWaitsForAnElection(t *testing.T) {
-	g := newJoinRig(t)
-	g.store.mu.Lock()
-	g.store.err = problem.New(problem.Unavailable, "propose: %w", cluster.ErrNotLeader)
-	g.store.mu.Unlock()
-	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
-	defer cancel()
-	_, err := Join(ctx, JoinConfig{
-		Address: gateAddress, Token: g.token.String(), Node: newcomer("b"),
-		Dial: g.net.DialContext,
-	})
-	require.ErrorIs(t, err, cluster.ErrNotLeader)
-	time.AfterFunc(100*time.Millisecond, func() {
+	synctest.Test(t, func(t *testing.T) {
+		t.Cleanup(func() { time.Sleep(time.Minute) }) // connections see that both ends are gone
+		g := newJoinRig(t)
 		g.store.mu.Lock()
-		defer g.store.mu.Unlock()
-		g.store.err = nil
+		g.store.err = problem.New(problem.Unavailable, "propose: %w", cluster.ErrNotLeader)
+		g.store.mu.Unlock()
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		_, err := Join(ctx, JoinConfig{
+			Address: gateAddress, Token: g.token.String(), Node: newcomer("b"),
+			Dial: g.net.DialContext,
+		})
+		require.ErrorIs(t, err, cluster.ErrNotLeader)
+		time.AfterFunc(100*time.Millisecond, func() {
+			g.store.mu.Lock()
+			defer g.store.mu.Unlock()
+			g.store.err = nil
+		})
+		_, err = g.join(nil)
+		require.NoError(t, err)
 	})
-	_, err = g.join(nil)
-	require.NoError(t, err)
 }
 
 // TestWrongTokensAreLimited: strangers cannot fill the log, and do not delay nodes with a valid token.
