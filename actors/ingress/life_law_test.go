@@ -22,6 +22,7 @@ import (
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/test/pairengine"
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // The tests of this file hold for every request, whatever its policy, its ranks and its connections.
@@ -39,6 +40,10 @@ func newMortal(t *testing.T, inner http.Handler) *mortal {
 	t.Helper()
 	e := &mortal{Handler: inner}
 	srv := httptest.NewUnstartedServer(e)
+	l, err := net.Listen("tcp", ports.TakeAddr(t)) // no other test listens there when the engine is dead
+	require.NoError(t, err)
+	require.NoError(t, srv.Listener.Close())
+	srv.Listener = l
 	var mu sync.Mutex
 	open := map[net.Conn]bool{}
 	srv.Config.ConnState = func(c net.Conn, s http.ConnState) {

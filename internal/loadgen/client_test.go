@@ -16,6 +16,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 // engine starts a server that answers like an engine, in n chunks.
@@ -147,9 +149,8 @@ func TestFailuresHaveKinds(t *testing.T) {
 		assert.Zero(t, r.Goodput.Share)
 		require.NoError(t, r.WriteTable(io.Discard))
 	}
-	gone := httptest.NewServer(http.NotFoundHandler())
-	gone.Close()
-	r, err := Run(t.Context(), Config{URL: gone.URL, Model: "demo", Requests: 2, Concurrency: 1})
+	gone := "http://" + ports.TakeAddr(t)
+	r, err := Run(t.Context(), Config{URL: gone, Model: "demo", Requests: 2, Concurrency: 1})
 	require.NoError(t, err)
 	assert.Equal(t, map[string]int{"connect": 2}, r.Errors)
 }

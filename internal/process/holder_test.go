@@ -10,6 +10,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/ports"
 )
 
 func TestBlocks(t *testing.T) {
@@ -25,7 +27,7 @@ func TestBlocks(t *testing.T) {
 
 // HF68: the process that holds a port is named, and nothing once the port is free.
 func TestHolder(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	l, err := net.Listen("tcp", ports.TakeAddr(t))
 	require.NoError(t, err)
 	port := l.Addr().(*net.TCPAddr).Port
 	if runtime.GOOS == "linux" {
