@@ -41,11 +41,11 @@ type Addressing struct {
 // Client queries one rank's engine: health, models, metrics, probe. Its only state is the transport and what
 // Health learnt of the routes; it is safe for concurrent use. The context of each call sets the deadline.
 type Client struct {
-	base      string
-	addr      Addressing
-	access    Credentials
-	http      *http.Client
-	neverTold atomic.Bool // the engine that answers /health has no /is_sleeping
+	base   string
+	addr   Addressing
+	access Credentials
+	http   *http.Client
+	lacks  [len(awayRoutes)]atomic.Bool // by awayRoutes: the engine that answers /health has none
 }
 
 // Credentials are what a client needs besides the engine's URL. Access has them.
@@ -123,37 +123,46 @@ const scalingText = "currently scaling"
 
 func (h Health) String() string { return healthNames[h] }
 
-// Health asks GET /health (HEAD is 405), and an engine that is alive whether it sleeps. err says why for
-// everything but Alive.
+// Health asks GET /health (HEAD is 405), and an engine that is alive whether it sleeps or is paused. err says
+// why for everything but Alive.
 func (c *Client) Health(ctx context.Context) (Health, error) {
 	health, err := c.health(ctx)
-	switch {
-	case health != Alive:
-		c.neverTold.Store(false) // another engine may come
-	case c.isAsleep(ctx):
-		return Asleep, errors.New("/is_sleeping answered that the engine sleeps")
+	if health != Alive {
+		for i := range c.lacks {
+			c.lacks[i].Store(false) // another engine may come
+		}
+		return health, err
+	}
+	for i, path := range awayRoutes {
+		if c.isAway(ctx, i, path) {
+			return Asleep, fmt.Errorf("%s answered that the engine does not compute", path)
+		}
 	}
 	return health, err
 }
 
-// sleepLimit is the time of /is_sleeping. Its answer comes from the engine's core, which may be busy.
-const sleepLimit = time.Second
+// awayRoutes say whether somebody has put the engine to sleep, or paused it. vLLM has them in development
+// mode, as it has the routes that do so.
+var awayRoutes = [...]string{"/is_sleeping", "/is_paused"}
 
-// isAsleep asks GET /is_sleeping. vLLM has it in development mode, as it has the route that puts an engine to
-// sleep. Without an answer nothing is known, so the engine counts as awake.
-func (c *Client) isAsleep(ctx context.Context) bool {
-	if c.neverTold.Load() {
+// awayLimit is the time of one of awayRoutes. The answer comes from the engine's core, which may be busy.
+const awayLimit = time.Second
+
+// isAway asks one of awayRoutes. Without an answer nothing is known, so the engine counts as awake.
+func (c *Client) isAway(ctx context.Context, i int, path string) bool {
+	if c.lacks[i].Load() {
 		return false
 	}
-	ctx, cancel := context.WithTimeout(ctx, sleepLimit)
+	ctx, cancel := context.WithTimeout(ctx, awayLimit)
 	defer cancel()
-	b, err := c.get(ctx, "/is_sleeping", maxAnswer)
+	b, err := c.get(ctx, path, maxAnswer)
 	var status *StatusError
-	c.neverTold.Store(errors.As(err, &status))
+	c.lacks[i].Store(errors.As(err, &status))
 	var told struct {
 		IsSleeping bool `json:"is_sleeping"`
+		IsPaused   bool `json:"is_paused"`
 	}
-	return err == nil && json.Unmarshal(b, &told) == nil && told.IsSleeping
+	return err == nil && json.Unmarshal(b, &told) == nil && (told.IsSleeping || told.IsPaused)
 }
 
 func (c *Client) health(ctx context.Context) (Health, error) {

@@ -53,7 +53,7 @@ func TestHealthIsTyped(t *testing.T) {
 		500: engine.Odd, 404: engine.Alive, 302: engine.Odd,
 	} {
 		c := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, r *http.Request) {
-			if r.URL.Path == "/is_sleeping" {
+			if strings.HasPrefix(r.URL.Path, "/is_") {
 				w.WriteHeader(http.StatusNotFound)
 				return
 			}
@@ -81,11 +81,19 @@ func TestHealthIsTyped(t *testing.T) {
 // RP51: with each probe where the engine has the route, and once where it has none, until another engine may
 // answer.
 func TestHealthAsksWhetherAnEngineSleeps(t *testing.T) {
+	for _, what := range []string{"is_sleeping", "is_paused"} {
+		t.Run(what, func(t *testing.T) { testAway(t, what) })
+	}
+}
+
+func testAway(t *testing.T, what string) {
 	asked, answer, health := 0, "", http.StatusOK
 	c := serve(t, engine.Addressing{}, "", func(w http.ResponseWriter, r *http.Request) {
 		switch {
-		case r.URL.Path != "/is_sleeping":
+		case r.URL.Path == "/health":
 			w.WriteHeader(health)
+		case r.URL.Path != "/"+what:
+			w.WriteHeader(http.StatusNotFound)
 		case answer == "":
 			asked++
 			w.WriteHeader(http.StatusNotFound)
@@ -100,14 +108,14 @@ func TestHealthAsksWhetherAnEngineSleeps(t *testing.T) {
 		want   engine.Health
 		asked  int // in all
 	}{
-		{`{"is_sleeping": false}`, 200, engine.Alive, 1},
-		{`{"is_sleeping": true}`, 200, engine.Asleep, 2},
-		{`{"is_sleeping": false}`, 200, engine.Alive, 3},
+		{`{"` + what + `": false}`, 200, engine.Alive, 1},
+		{`{"` + what + `": true}`, 200, engine.Asleep, 2},
+		{`{"` + what + `": false}`, 200, engine.Alive, 3},
 		{`<html>`, 200, engine.Alive, 4},
 		{``, 200, engine.Alive, 5},
 		{``, 200, engine.Alive, 5},
 		{``, 500, engine.Odd, 5},
-		{`{"is_sleeping": true}`, 200, engine.Asleep, 6},
+		{`{"` + what + `": true}`, 200, engine.Asleep, 6},
 	} {
 		answer, health = step.answer, step.health
 		got, _ := c.Health(t.Context())
@@ -121,7 +129,7 @@ func TestHealthAsksWhetherAnEngineSleeps(t *testing.T) {
 func TestProbesKeepTheirConnections(t *testing.T) {
 	meeting, accepted := make(chan struct{}), atomic.Int32{}
 	srv := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.URL.Path == "/is_sleeping" {
+		if strings.HasPrefix(r.URL.Path, "/is_") {
 			w.WriteHeader(http.StatusNotFound)
 			return
 		}
