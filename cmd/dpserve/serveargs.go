@@ -61,8 +61,8 @@ func (a *serveArgs) read(e *env, words []string) error {
 		}
 		var flag engineflags.Flag
 		flag, words = engineflags.Next(a.f.engine, words)
-		if reason, is := leftOut[flag.Name]; is {
-			printMessage(e.io.Err, "%s is left out: %s", flag.Typed, reason)
+		if owned, _ := engineflags.FindOwned(flag.Name); owned.LeftOut != "" {
+			printMessage(e.io.Err, "%s is left out: %s", flag.Typed, owned.LeftOut)
 			continue
 		}
 		if err := a.add(flag); err != nil {
@@ -115,12 +115,13 @@ func (a *serveArgs) add(flag engineflags.Flag) error {
 func (a *serveArgs) check(flag engineflags.Flag) error {
 	takes := engineflags.Find(a.f.engine, flag.Name)
 	own := a.f.set.Lookup(flag.Name)
+	owned, _ := engineflags.FindOwned(flag.Name)
 	var message, hint string
 	switch {
 	case flag.Name == "" || !utf8.ValidString(flag.Typed+strings.Join(flag.Values, "")):
 		message, hint = "wanted a flag, in UTF-8", "see `dpserve help serve`"
-	case refusedFlags[flag.Name] != "":
-		message, hint = "an engine that dpserve starts cannot have it", refusedFlags[flag.Name]
+	case owned.OnServe != "":
+		message, hint = "an engine that dpserve starts cannot have it", owned.OnServe
 	case takes == engineflags.Unknown && own != nil:
 		message, hint = "it is a flag of dpserve", "write it before --"
 	case takes == engineflags.Unknown && flagOfOtherEngine(a.f.engine, flag.Name) != "":

@@ -12,64 +12,6 @@ import (
 	"github.com/dpserve/dpserve/internal/nearest"
 )
 
-// servedAs are the flags of engines that are flags of serve, by their names in engines.
-//
-//nolint:gochecknoglobals // a constant table
-var servedAs = map[string]string{
-	"data-parallel-size": "dp-size", "dp-size": "dp-size", "dp": "dp-size", "attn-dp-size": "dp-size",
-	"attention-data-parallel-size": "dp-size",
-	"model":                        "model", "model-path": "model", "served-model-name": "served-model-name",
-	"lora-modules": "lora-modules", "lora-paths": "lora-modules", "host": "host", "port": "port",
-	"shutdown-timeout": "shutdown-timeout",
-}
-
-// leftOut are the flags of engines that dpserve sets itself, with what a user reads about it.
-//
-//nolint:gochecknoglobals // a constant table
-var leftOut = map[string]string{
-	"kv-events-config":              "dpserve sets it where the routing policy reads KV events",
-	"enable-prompt-tokens-details":  "dpserve always sets it",
-	"enable-metrics":                "dpserve always sets it",
-	"load-balance-method":           "dpserve picks the rank of a request; see --policy",
-	"data-parallel-backend":         "each rank is a process of its own",
-	"data-parallel-external-lb":     "dpserve is the load balancer",
-	"data-parallel-hybrid-lb":       "dpserve is the load balancer",
-	"data-parallel-address":         "dpserve hands out addresses",
-	"data-parallel-rpc-port":        "dpserve hands out ports; see --port-range",
-	"data-parallel-supervisor-port": "dpserve watches the engines",
-
-	"disaggregation-bootstrap-port": "dpserve hands out ports; see --port-range",
-	"nccl-port":                     "dpserve hands out ports; see --port-range",
-	"dist-init-addr":                "dpserve hands out addresses",
-	"nccl-init-addr":                "dpserve hands out addresses",
-	"master-addr":                   "dpserve hands out addresses",
-	"master-port":                   "dpserve hands out ports; see --port-range",
-}
-
-const (
-	oneMachine = "`dpserve serve` runs all ranks on this machine: leave it out; `dpserve start`, `join` " +
-		"and `deploy` run them on several"
-	plainHTTP = "dpserve speaks HTTP with its engines, on 127.0.0.1: leave it out; TLS belongs in front of " +
-		"the endpoint"
-	ownDevices = "dpserve gives each rank its devices: write --gpus with those of this machine"
-)
-
-// refusedFlags are the flags of engines that dpserve cannot pass on, with what to write instead.
-//
-//nolint:gochecknoglobals // a constant table
-var refusedFlags = map[string]string{
-	"data-parallel-rank":                   "dpserve hands out the ranks: leave it out",
-	"data-parallel-start-rank":             "dpserve hands out the ranks: leave it out",
-	"data-parallel-size-local":             oneMachine,
-	"data-parallel-multi-port-external-lb": "dpserve starts the ranks itself: leave it out",
-	"headless":                             oneMachine, "nnodes": oneMachine, "node-rank": oneMachine,
-	"disaggregation-mode": "write --prefill N for the prefill ranks; those of --dp-size decode",
-	"uds":                 "write --host and --port",
-	"grpc":                plainHTTP, "grpc-mode": plainHTTP,
-	"ssl-keyfile": plainHTTP, "ssl-certfile": plainHTTP, "ssl-ca-certs": plainHTTP,
-	"device-ids": ownDevices, "base-gpu-id": ownDevices, "gpu-id-step": ownDevices,
-}
-
 // otherWords are words that users of dpserve or of other programs know, with what they are called here.
 //
 //nolint:gochecknoglobals // a constant table
@@ -157,8 +99,9 @@ func (a *arranger) take(words []string) []string {
 	flag, rest := engineflags.Next(a.engine, words)
 	typed := words[:len(words)-len(rest)]
 	n := a.countOwn(words)
-	switch as, isOurs := servedAs[flag.Name]; {
-	case isOurs:
+	owned, _ := engineflags.FindOwned(flag.Name)
+	switch as := owned.Flag; {
+	case as != "":
 		for _, value := range flag.Values {
 			a.own = append(a.own, "--"+as+"="+value)
 		}

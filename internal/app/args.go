@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/dpserve/dpserve/internal/engineflags"
 	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/simflags"
 )
@@ -225,7 +226,7 @@ const typingError = 2
 func (a *draft) checkUnknownSim(arg Arg, path string) {
 	var names []string
 	for _, name := range simflags.Names() {
-		if ownedFlag(name) == "" {
+		if _, isOwned := engineflags.FindOwned(name); !isOwned {
 			names = append(names, strings.ReplaceAll(name, "-", "_"))
 		}
 	}
@@ -238,44 +239,6 @@ func (a *draft) checkUnknownSim(arg Arg, path string) {
 		a.d.warn(path, "the simulated engine ignores the argument "+strconv.Quote(arg.Name),
 			"did you mean "+strconv.Quote(meant)+"?")
 	}
-}
-
-// ownedFlag says what to write instead of a flag that dpserve sets; "" if the user may set it. flag is in
-// kebab case without leading dashes.
-func ownedFlag(flag string) string {
-	const rank = "dpserve hands out ranks and addresses; write data_parallel.dp_size and " +
-		"data_parallel.coupling"
-	flag, _, _ = strings.Cut(flag, ".") // one key of a flag that takes JSON
-	switch flag {
-	case "host":
-		return "dpserve binds engines to 127.0.0.1; where clients connect is set on the node (--http-bind)"
-	case "port":
-		return "dpserve takes ports from the node's --port-range"
-	case "served-model-name":
-		return "write model.id and model.aliases"
-	case "model", "model-path":
-		return "write model.source"
-	case "lora-modules", "lora-paths":
-		return "write model.adapters"
-	case "data-parallel-size", "dp-size", "dp":
-		return "write data_parallel.dp_size"
-	case "dpn", "dpl", "dpa", "dpp", "dpe", "dph", "dpm", "dpb", "dpr":
-		return rank
-	case "nnodes", "node-rank", "dist-init-addr", "master-addr", "master-port", "headless":
-		return "dpserve places the ranks; write resources and placement_group_strategy"
-	case "kv-events-config":
-		return "write engine.kv_events: auto | off"
-	case "disaggregation-mode", "disaggregation-bootstrap-port":
-		return "write prefill: and decode:"
-	case "shutdown-timeout":
-		return "write graceful_shutdown_timeout_s"
-	case "enable-prompt-tokens-details", "sim-watch-stdin":
-		return "it is always set; leave it out"
-	}
-	if strings.HasPrefix(flag, "data-parallel-") {
-		return rank
-	}
-	return ""
 }
 
 // foreign is what a flag is called that the kind of engine does not have; "" for other flags. These are flags
@@ -326,24 +289,10 @@ func (a *draft) checkReal(arg Arg, path string) {
 	if known := kind.foreign(flag); known != "" {
 		a.d.warn(path, "engines of kind "+string(kind)+" have no flag --"+flag, "did you mean "+known+"?")
 	}
-	switch flag {
-	case "nccl-port", "nccl-init-addr", "grpc-port":
-		a.d.wrong(path, "dpserve takes the ports of engines from the node's --port-range", "leave it out")
-	case "base-gpu-id", "gpu-id-step":
-		a.d.wrong(path, "dpserve picks the devices, and the engine sees no others", "write resources.gpus")
-	case "grpc-mode", "smg-grpc-mode", "uds":
-		a.d.wrong(path, "dpserve asks engines over HTTP and TCP", "leave it out")
-	case "ssl-keyfile", "ssl-certfile", "ssl-ca-certs":
-		a.d.wrong(path, "dpserve asks engines over HTTP without TLS",
-			"leave it out; TLS for clients is set on the node (--tls-cert)")
-	}
-	isOff := arg.Value == false
-	if kind == KindSGLang && isOff && (flag == "enable-metrics" || flag == "enable-cache-report") {
-		a.d.wrong(path, "dpserve reads what this flag reports", "leave it out: it is always set")
-	}
 }
 
-// ownedEnv is ownedFlag for environment variables.
+// ownedEnv says what to write instead of an environment variable that dpserve sets; "" if the user may set
+// it.
 func ownedEnv(name string) string {
 	switch name {
 	case "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES":

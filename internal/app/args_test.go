@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/internal/engineflags"
 	"github.com/dpserve/dpserve/internal/simflags"
 )
 
@@ -65,7 +66,7 @@ func TestSimArgsAreDocumented(t *testing.T) {
 	text, err := os.ReadFile(referencePath)
 	require.NoError(t, err)
 	for _, name := range simflags.Names() {
-		if ownedFlag(name) == "" {
+		if _, isOwned := engineflags.FindOwned(name); !isOwned {
 			isNamed := strings.Contains(string(text), "`"+strings.ReplaceAll(name, "-", "_")+"`")
 			assert.True(t, isNamed, name)
 		}

@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/dpserve/dpserve/internal/engineflags"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -200,7 +201,7 @@ func (a *draft) checkAttachedRanks(transfer string) {
 	}
 }
 
-// checkArgs refuses flags that dpserve sets, and flags that are written twice.
+// checkArgs refuses flags that dpserve owns, and flags that are written twice.
 func (a *draft) checkArgs() {
 	seen := taken{}
 	for _, arg := range a.Engine.Args {
@@ -208,8 +209,9 @@ func (a *draft) checkArgs() {
 		if !a.d.isGood(path) {
 			continue
 		}
-		if instead := ownedFlag(flag); instead != "" {
-			a.d.wrong(path, "dpserve writes the flag --"+flag+" itself", instead)
+		owned, isOwned := engineflags.FindOwned(flag)
+		if isOwned && (!owned.OnlyOn || arg.Value == false) {
+			a.d.wrong(path, cmp.Or(owned.Why, "dpserve writes the flag --"+flag+" itself"), owned.InFile)
 			continue
 		}
 		if key, ok := transferKey(flag); ok {

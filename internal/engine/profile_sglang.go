@@ -76,7 +76,7 @@ func sglangRanks(s *Spec) []string {
 		return nil
 	}
 	out := []string{"--dp-size", strconv.Itoa(s.App.DataParallel.DPSize)}
-	if _, ok := lookupArg(s.App.Engine.Args, "load-balance-method"); !ok && s.App.Pool != app.PoolPrefill {
+	if s.App.Pool != app.PoolPrefill {
 		out = append(out, "--load-balance-method", "round_robin")
 	}
 	if s.spans() {

@@ -109,3 +109,26 @@ func FuzzNext(f *testing.F) {
 		}
 	})
 }
+
+// An owned flag is one of an engine; a file and `dpserve serve` have one answer each.
+func TestOwnedFlags(t *testing.T) {
+	for name, owned := range ownedFlags {
+		isKnown := Find(Sim, name) != Unknown || shortNames[name] != ""
+		assert.True(t, isKnown, "no engine has --%s", name)
+		assert.NotEmpty(t, owned.InFile, name)
+		answers := 0
+		for _, answer := range []string{owned.Flag, owned.LeftOut, owned.OnServe} {
+			if answer != "" {
+				answers++
+			}
+		}
+		assert.Equal(t, 1, answers, "--%s on the command line of serve", name)
+	}
+	for name, want := range map[string]bool{
+		"dpn": true, "kv-events-config.publisher": true, "data-parallel-of-a-later-version": true,
+		"max-num-seqs": false, "tp": false, "q": false,
+	} {
+		_, is := FindOwned(name)
+		assert.Equal(t, want, is, name)
+	}
+}

@@ -117,7 +117,9 @@ func pureLibraries() []string {
 
 // pureHelpers lists the packages of internal/ that a pure area may import.
 func pureHelpers() []string {
-	return []string{"internal/problem", "internal/nearest", "internal/share", "internal/simflags"}
+	return []string{
+		"internal/problem", "internal/nearest", "internal/share", "internal/simflags", "internal/engineflags",
+	}
 }
 
 // testLibraries lists what only tests and test/ may link.
