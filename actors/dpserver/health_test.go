@@ -66,8 +66,8 @@ func TestAPardonEndsAnEjection(t *testing.T) {
 	})
 }
 
-// RP44: five failed answers in a row eject a rank, whatever errors of clients lie between them; an answered
-// probe lets it in again.
+// RP44, FS2: five failed answers in a row eject a rank, whatever errors of clients lie between them; an
+// answered probe lets it in again.
 func TestFiveFailuresEjectAndAProbeClears(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		fail := func(n int) {
@@ -460,6 +460,7 @@ func TestAPredictedPrefillStretchesTheStallTimeout(t *testing.T) {
 	})
 }
 
+// FS3: an attached engine that was lost comes back by itself, within 5 s of the first token that it computes.
 func TestAnAttachedEngineComesBackWithANewIncarnation(t *testing.T) {
 	withRank(t, 9, false, func(t *testing.T, r *testRig) {
 		r.ask()

@@ -105,7 +105,7 @@ func bareIngress() *Ingress {
 	return in
 }
 
-// TestRelayAllocatesNothingPerChunk: a stream of 3,000 chunks allocates no more than one of 1,000.
+// FS11: a stream of 3,000 chunks allocates no more than one of 1,000.
 func TestRelayAllocatesNothingPerChunk(t *testing.T) {
 	relay := relayRig(t)
 	relay(10)

@@ -95,8 +95,8 @@ func TestTheLongestIdleConnectionMakesRoom(t *testing.T) {
 	<-got
 }
 
-// TestAConnectionThatWasOpenedInAdvance waits for its first request as long as one that is idle. From the
-// first byte on it has the time for a header.
+// SP5: a connection that was opened in advance waits for its first request as long as one that is idle. From
+// the first byte on it has the time for a header.
 func TestAConnectionThatWasOpenedInAdvance(t *testing.T) {
 	t.Parallel()
 	const header = 50 * time.Millisecond

@@ -3,6 +3,7 @@ package ingress
 import (
 	"fmt"
 	"net/http"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -13,7 +14,7 @@ import (
 	"github.com/dpserve/dpserve/test/memnet"
 )
 
-// RP13: a client that takes a few bytes of its stream at intervals, so that no write lasts long, is cut
+// RP13, FS9: a client that takes a few bytes of its stream at intervals, so that no write lasts long, is cut
 // within two windows. A client that takes enough is not cut, nor one that waits for its engine.
 func TestASlowReaderIsHeldToARate(t *testing.T) {
 	for name, c := range map[string]struct {
@@ -75,4 +76,32 @@ func readSlowly(t *testing.T, take int, rest, most time.Duration) time.Duration 
 	time.Sleep(rest)
 	synctest.Wait() // the engine's handler sees that its client has left
 	return ended
+}
+
+// FS12: an engine closes its connections after 5 s of rest, at the moment at which the next requests come. Of
+// 2,000 requests over 100 connections none fails, and none needs another attempt.
+func TestAnEngineClosesIdleConnectionsUnderRequests(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		network := &memnet.Network{}
+		l, err := network.Listen("engine:80")
+		require.NoError(t, err)
+		srv := &http.Server{
+			Handler: replies(200, wholeAnswer), IdleTimeout: 5 * time.Second, ReadHeaderTimeout: time.Minute,
+		}
+		go func() { _ = srv.Serve(l) }()
+		t.Cleanup(func() { _ = srv.Close() })
+		g := newRig(t, options{network: network, urls: []string{"http://engine:80"}, max: 100})
+		var clients sync.WaitGroup
+		for i := range 100 {
+			clients.Go(func() {
+				for n := range 20 {
+					a := g.postCtx(t.Context(), chatPath, chatBody)
+					assert.Equal(t, 200, a.status, a.body)
+					assert.Equal(t, "1", a.header.Get("X-Dpserve-Attempts"))
+					time.Sleep(4900*time.Millisecond + time.Duration((7*i+31*n)%201)*time.Millisecond)
+				}
+			})
+		}
+		clients.Wait()
+	})
 }

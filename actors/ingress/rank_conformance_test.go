@@ -320,7 +320,7 @@ func TestRankResend(t *testing.T) {
 	})
 }
 
-// RP39: an answer passes byte for byte. The engine gets the client's header fields without those of the
+// RP39, SP4: an answer passes byte for byte. The engine gets the client's header fields without those of the
 // connection and of dpserve, spelled with `-` or `_`, and the client gets the engine's in the same way.
 func TestRankHeaders(t *testing.T) {
 	forEachTransport(t, func(t *testing.T, far bool) {
@@ -337,10 +337,10 @@ func TestRankHeaders(t *testing.T) {
 			},
 		}})
 		a := g.post("/v1/chat/completions", chatBody, "Authorization", "Bearer x", "X-Custom", "1",
-			"X-Request-Id", "r1", "Connection", "X-Hop", "X-Hop", "1", "X-Dpserve-Session", "s",
-			"X-Session-Id", "t", "X-Forwarded-For", "1.2.3.4", "X-Data-Parallel-Rank", "7",
-			"Dpserve-Rank", "9/9", "Te", "trailers", "Content-Type", "application/json",
-			"User-Agent", "client",
+			"X-Request-Id", "r1", "Connection", "X-Hop, Api-Key", "X-Hop", "1", "Api-Key", "k",
+			"X-Dpserve-Session", "s", "X-Session-Id", "t", "X-Forwarded-For", "1.2.3.4",
+			"X-Data-Parallel-Rank", "7", "Dpserve-Rank", "9/9", "Te", "trailers",
+			"Content-Type", "application/json", "User-Agent", "client",
 			"X_dpserve_rank", "0/0", "Transfer_encoding", "chunked", "X_hop", "1", "X_mine", "m")
 		require.Equal(t, 200, a.status, a.body)
 		requireBytes(t, wholeAnswer, a.body)

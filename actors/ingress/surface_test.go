@@ -140,6 +140,7 @@ func TestWebPagesOfAnyOrigin(t *testing.T) {
 	assert.Equal(t, 204, g.do(req).status, "no preflight")
 }
 
+// SP8: bodies and headers that no engine should see are 400; what is only large passes unchanged.
 func TestBadRequests(t *testing.T) {
 	g := newRig(t, options{engines: []http.HandlerFunc{replies(200, wholeAnswer)}})
 	for _, body := range []string{
@@ -312,8 +313,8 @@ func (g *rig) raw(t *testing.T, text string, closeWrite bool) (*http.Response, s
 	return resp, string(body)
 }
 
-// TestLimitsOfBodyAndHeader: body at the limit, above it, lying length; 101 fields; 64 KiB and one byte of
-// header.
+// SP6: a body at the limit passes; one byte more is 413 before it is read, a length that lies is 400, and 101
+// fields or 64 KiB and one byte of header are 431.
 func TestLimitsOfBodyAndHeader(t *testing.T) {
 	g := newRig(t, options{
 		engines: []http.HandlerFunc{replies(200, wholeAnswer)},

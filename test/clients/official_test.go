@@ -3,6 +3,11 @@ package clients
 import (
 	"context"
 	_ "embed"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -21,7 +26,7 @@ var pythonScript []byte
 //go:embed testdata/official.mjs
 var nodeScript []byte
 
-const chatsAndVectors = `applications:
+const applications = `applications:
   - name: chats
     model: {id: model-chat}
     engine: {kind: sim, args: {sim_step_ms: 0}}
@@ -30,14 +35,46 @@ const chatsAndVectors = `applications:
     model: {id: model-vectors}
     engine: {kind: sim, args: {sim_step_ms: 0, runner: pooling}}
     data_parallel: {dp_size: 2}
+  - name: sounds
+    model: {id: model-sounds}
+    engine: {kind: attach, family: openai, ranks: [{url: %q}]}
 `
 
 // scriptLimit bounds a script. Python's clients take seconds to be imported.
 const scriptLimit = 2 * time.Minute
 
-// The official clients for Python and JavaScript run unmodified against the real binary: OpenAI's chat,
-// responses, embeddings and models, Anthropic's messages, streams and count_tokens, openai-agents and
-// Vercel's SDK with the routes that are their defaults. An application of embeddings becomes ready by itself.
+// soundEngine is an engine of sounds: it hears what its uploads hold, and speaks in text. It says nothing but
+// hello, so it is ready because it answers a form.
+func soundEngine(w http.ResponseWriter, r *http.Request) {
+	switch r.URL.Path {
+	case "/health":
+	case "/v1/models":
+		_, _ = io.WriteString(w, `{"data":[{"id":"model-sounds","owned_by":"stub"}]}`)
+	case "/v1/audio/transcriptions":
+		file, _, err := r.FormFile("file")
+		if err != nil || r.FormValue("model") != "model-sounds" {
+			w.WriteHeader(http.StatusBadRequest)
+			return
+		}
+		sound, _ := io.ReadAll(file)
+		w.Header().Set("Content-Type", "application/json")
+		_ = json.NewEncoder(w).Encode(map[string]string{"text": string(sound)})
+	case "/v1/audio/speech":
+		if body, _ := io.ReadAll(r.Body); !strings.Contains(string(body), `"hello"`) {
+			w.WriteHeader(http.StatusBadRequest)
+			return
+		}
+		w.Header().Set("Content-Type", "audio/wav")
+		_, _ = io.WriteString(w, "RIFF hello")
+	default:
+		http.NotFound(w, r)
+	}
+}
+
+// CC10: the official clients for Python and JavaScript run unmodified against the real binary: OpenAI's chat,
+// responses, embeddings, audio and models, Anthropic's messages, streams and count_tokens, openai-agents and
+// Vercel's SDK with the routes that are their defaults. Applications of embeddings, and of sounds, become
+// ready by themselves.
 func TestOfficialClients(t *testing.T) {
 	t.Parallel()
 	cache := os.Getenv("DPSERVE_CLIENTS_CACHE")
@@ -49,10 +86,13 @@ func TestOfficialClients(t *testing.T) {
 	if _, err := os.Stat(filepath.Join(cache, ".complete")); err != nil {
 		t.Skip("no clients in " + cache + ": test/clients/install.sh installs them")
 	}
+	sounds := httptest.NewServer(http.HandlerFunc(soundEngine))
+	t.Cleanup(sounds.Close)
 	r := harness.Start(t)
-	r.Deploy(chatsAndVectors)
+	r.Deploy(fmt.Sprintf(applications, sounds.URL))
 	r.WaitStatus("chats", "RUNNING")
 	r.WaitStatus("vectors", "RUNNING")
+	r.WaitStatus("sounds", "RUNNING")
 
 	folder := t.TempDir()
 	modules := "node_modules"
@@ -71,7 +111,7 @@ func TestOfficialClients(t *testing.T) {
 			defer cancel()
 			run := exec.CommandContext(ctx, script.program, path)
 			run.Env = append(os.Environ(),
-				"URL=http://"+r.HTTP, "CHAT=model-chat", "VECTORS=model-vectors")
+				"URL=http://"+r.HTTP, "CHAT=model-chat", "VECTORS=model-vectors", "SOUNDS=model-sounds")
 			out, err := run.CombinedOutput()
 			require.NoError(t, err, "%s", out)
 			require.Equal(t, "ok", strings.TrimSpace(string(out)))

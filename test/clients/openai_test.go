@@ -35,8 +35,8 @@ const twoApps = `applications:
     data_parallel: {dp_size: 2, coupling: lockstep}
 `
 
-// The official OpenAI client drives chat, completions, streams, usage and errors against the real binary with
-// two applications.
+// CC10: the official OpenAI client drives chat, completions, streams, usage and errors against the real
+// binary with two applications.
 func TestOpenAIClient(t *testing.T) {
 	t.Parallel()
 	r := harness.Start(t)

@@ -102,7 +102,7 @@ func TestCC6Up(t *testing.T) {
 	assert.Equal(t, 0, r.ExitCode(), r.Output())
 }
 
-// CC13: `up --attach` puts one endpoint in front of engines that already run; one dies and returns.
+// CC13, FS3: `up --attach` puts one endpoint in front of engines that already run; one dies and returns.
 func TestUpAttach(t *testing.T) {
 	t.Parallel()
 	var engines []*harness.Real

@@ -244,7 +244,7 @@ func TestScanAcceptsWhatIsTheEnginesToJudge(t *testing.T) {
 	}
 }
 
-// TestBodyLimits: each bad shape is refused at once, and what is large but allowed passes unchanged.
+// SP8: each bad shape is refused at once, and what is large but allowed passes unchanged.
 func TestBodyLimits(t *testing.T) {
 	distinct := func(n int) string {
 		var b strings.Builder

@@ -1,11 +1,11 @@
-// The official JavaScript clients, unmodified, against the endpoint: URL is its address, CHAT and VECTORS are models.
+// The official JavaScript clients, unmodified, against the endpoint: URL is its address; CHAT, VECTORS, SOUNDS are models.
 import assert from "node:assert/strict";
 
 import { createOpenAI } from "@ai-sdk/openai";
 import { embed, generateText, streamText } from "ai";
 import OpenAI from "openai";
 
-const { URL: url, CHAT: chat, VECTORS: vectors } = process.env;
+const { URL: url, CHAT: chat, VECTORS: vectors, SOUNDS: sounds } = process.env;
 const client = new OpenAI({ baseURL: url + "/v1", apiKey: "none", maxRetries: 0 });
 const messages = [{ role: "user", content: "hello" }];
 
@@ -23,6 +23,11 @@ assert.equal(streamed, text);
 
 const vector = await client.embeddings.create({ model: vectors, input: "hello" });
 assert.ok(vector.data[0].embedding.length > 1);
+
+const heard = await client.audio.transcriptions.create({ model: sounds, file: new File(["RIFF hello"], "hello.wav") });
+assert.equal(heard.text, "RIFF hello");
+const spoken = await client.audio.speech.create({ model: sounds, voice: "alloy", input: "hello" });
+assert.equal(await spoken.text(), "RIFF hello");
 
 // Vercel's SDK, whose default is responses
 const openai = createOpenAI({ baseURL: url + "/v1", apiKey: "none" });

@@ -1,4 +1,4 @@
-"""The official Python clients, unmodified, against the endpoint: URL is its address, CHAT and VECTORS are models."""
+"""The official Python clients, unmodified, against the endpoint: URL is its address; CHAT, VECTORS, SOUNDS are models."""
 
 import os
 
@@ -7,6 +7,7 @@ import openai
 from agents import Agent, Runner, set_default_openai_client, set_tracing_disabled
 
 url, chat_model, vector_model = os.environ["URL"], os.environ["CHAT"], os.environ["VECTORS"]
+sound_model = os.environ["SOUNDS"]
 client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
 question = [{"role": "user", "content": "hello"}]
 
@@ -32,6 +33,12 @@ first, second, third = (d.embedding for d in vectors.data)
 assert first == second != third and abs(sum(x * x for x in first) - 1) < 1e-5, vectors
 plain = client.embeddings.create(model=vector_model, input="hello", encoding_format="float")
 assert all(abs(x - y) < 1e-6 for x, y in zip(plain.data[0].embedding, first, strict=True))
+
+# sounds: an upload as a form, and a stream of bytes
+heard = client.audio.transcriptions.create(model=sound_model, file=("hello.wav", b"RIFF hello"))
+assert heard.text == "RIFF hello", heard
+with client.audio.speech.with_streaming_response.create(model=sound_model, voice="alloy", input="hello") as sound:
+    assert sound.read() == b"RIFF hello"
 
 # models
 assert {chat_model, vector_model} <= {m.id for m in client.models.list()}
