@@ -571,6 +571,8 @@ func (g *rig) start(o *options) {
 		require.NoError(g.t, in.Attach(l))
 		g.url = "http://n1:80"
 	}
+	// what is deployed is known, so the next table is that of the next change
+	eventually(g.t, func() bool { return len(in.table.Load().routers) >= len(g.store.State().Apps) }, "known")
 	served := make(chan error, 1)
 	go func() { served <- in.Serve() }()
 	tr := &http.Transport{DisableCompression: true, MaxIdleConnsPerHost: 512, DialContext: c.Dial}
