@@ -170,8 +170,8 @@ func (f *front) computed(share float64) (tokens, pairs int64) {
 	return tokens, pairs
 }
 
-// mostUntold is the most prompts that computedUnreported looks at.
-const mostUntold = 16
+// mostUnreported is the most prompts that computedUnreported looks at.
+const mostUnreported = 16
 
 // computedUnreported adds the work behind the first prompt that the rank can have computed during left: the
 // first prompt has ended by the cost model, and the record of its end is still on its way.
@@ -182,7 +182,7 @@ func (p *prefills) computedUnreported(rk *Rank, model *costModel, left time.Dura
 	slowness := p.speed.slowness(model.prefill) * model.base.Stretch(n, context,
 		stepTokens) * float64(time.Millisecond)
 	slot := p.at(p.first).next
-	for n := 0; n < mostUntold && slot != 0 && left > 0; n++ {
+	for n := 0; n < mostUnreported && slot != 0 && left > 0; n++ {
 		q := p.at(slot)
 		f := q.front()
 		takes := time.Duration(model.base.Prefill(int(f.u), int(q.hit)) * slowness)

@@ -27,14 +27,14 @@ func (t *ticket) hasFirstToken() bool { return t.req.Decoding && !t.prefillAssum
 
 // clampFirstToken is the time of its first token: the reported time if it lies between its admission and now.
 // Without a report it is now.
-func (t *ticket) clampFirstToken(told, now time.Time) time.Time {
+func (t *ticket) clampFirstToken(reported, now time.Time) time.Time {
 	switch {
-	case told.IsZero(), told.After(now):
+	case reported.IsZero(), reported.After(now):
 		return now
-	case told.Before(t.lastAt):
+	case reported.Before(t.lastAt):
 		return t.lastAt
 	default:
-		return told
+		return reported
 	}
 }
 

@@ -108,9 +108,9 @@ func (t *fairShare) useRoom(now time.Time, ingress string, n int) {
 	if p == nil {
 		return
 	}
-	told := max(p.offered-n, 0)
+	offered := max(p.offered-n, 0)
 	t.setHeld(p, max(p.held-n, 0))
-	p.offered, p.offerEnds, p.barredUntil, p.need = told, now.Add(offerLife), time.Time{}, 1
+	p.offered, p.offerEnds, p.barredUntil, p.need = offered, now.Add(offerLife), time.Time{}, 1
 }
 
 // offerRoom holds free room for the ingress that comes next, as much as its next request needs. It returns

@@ -193,23 +193,23 @@ func (p *shimProcess) signal(sig syscall.Signal) {
 func (p *shimProcess) Kill() {
 	p.signal(syscall.SIGKILL)
 	p.state.Kill()
-	if p.isUntold() {
+	if p.isEndUnreported() {
 		p.state.KillShim()
 	}
 }
 
-// isUntold says that the engine has ended some time after a Kill, and the shim does not tell.
-func (p *shimProcess) isUntold() bool {
+// isEndUnreported says that the engine has ended some time after a Kill, and the shim does not tell.
+func (p *shimProcess) isEndUnreported() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.killed.IsZero() {
 		p.killed = time.Now()
 	}
-	return !p.state.HasFront() && !closed(p.exited) && time.Since(p.killed) > untoldWait
+	return !p.state.HasFront() && !closed(p.exited) && time.Since(p.killed) > endReportWait
 }
 
-// untoldWait is how long a shim may take to tell of the end of a killed engine.
-const untoldWait = 2 * time.Second
+// endReportWait is how long a shim may take to tell of the end of a killed engine.
+const endReportWait = 2 * time.Second
 
 // outputWait is how long a shim may take to pass on the output of an engine that has ended.
 const outputWait = 10 * time.Second

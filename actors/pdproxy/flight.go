@@ -34,7 +34,7 @@ type Flight struct {
 	mu     sync.Mutex
 	plan   dispatch.Plan
 	todo   []dispatch.Command // for the goroutine of the request
-	told   []dispatch.Event   // by the Flight itself, in answer to commands cancelled before they began
+	own    []dispatch.Event   // by the Flight itself, in answer to commands cancelled before they began
 	isOver bool               // End was called
 
 	legs sync.WaitGroup // prefill legs beside the decode leg, and events told by Later
@@ -75,10 +75,10 @@ func (f *Flight) step(at dispatch.Instant, ev dispatch.Event) {
 		for i, cmds := 0, f.plan.Step(at, &ev); i < len(cmds); i++ {
 			f.carryOut(&cmds[i])
 		}
-		if len(f.told) == 0 {
+		if len(f.own) == 0 {
 			break
 		}
-		ev, f.told = f.told[0], f.told[1:]
+		ev, f.own = f.own[0], f.own[1:]
 	}
 	select {
 	case f.wake <- struct{}{}:
@@ -119,10 +119,10 @@ func (f *Flight) drop(number uint32) bool {
 	}
 	switch c := &f.todo[i]; c.Kind {
 	case dispatch.CmdPick:
-		f.told = append(f.told, dispatch.Event{Kind: dispatch.EvNoRank, Number: number})
+		f.own = append(f.own, dispatch.Event{Kind: dispatch.EvNoRank, Number: number})
 	case dispatch.CmdReserve:
 		f.shell.Do(&dispatch.Command{Kind: dispatch.CmdUndo, Number: number, Side: c.Side, Rank: c.Rank})
-		f.told = append(f.told, dispatch.Event{
+		f.own = append(f.own, dispatch.Event{
 			Kind: dispatch.EvRefused, Number: number, Cause: dispatch.GivenUp,
 		})
 	default: // a leg that has not begun: nobody waits for it

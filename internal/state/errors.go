@@ -80,9 +80,9 @@ func didYouMean(found, plural string, exist []string) string {
 	return plural + " are " + list
 }
 
-func staleEpochError(verb, unit string, told, have uint64) error {
+func staleEpochError(verb, unit string, got, have uint64) error {
 	return problem.New(problem.Conflict, "%s: %w: %s is at epoch %d, the command is for epoch %d", verb,
-		ErrStaleEpoch, unit, have, told).
+		ErrStaleEpoch, unit, have, got).
 		WithHint("read the state again: the unit was started anew meanwhile")
 }
 

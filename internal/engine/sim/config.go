@@ -53,7 +53,7 @@ type Config struct {
 
 	Group
 
-	ToldBlockSize int // what /metrics tells in place of Model.BlockSize; 0 = the truth
+	ReportedBlockSize int // what /metrics tells in place of Model.BlockSize; 0 = the truth
 
 	KVEvents KVEvents
 	Transfer KVTransfer
@@ -183,7 +183,7 @@ func (c *Config) dial(ctx context.Context, addr string) (net.Conn, error) {
 	return d.DialContext(ctx, "tcp", addr)
 }
 
-func (c *Config) toldBlockSize() int { return cmp.Or(c.ToldBlockSize, c.Model.BlockSize) }
+func (c *Config) reportedBlockSize() int { return cmp.Or(c.ReportedBlockSize, c.Model.BlockSize) }
 
 func (c *Config) lockstep() bool { return c.DPSize > 1 }
 

@@ -226,7 +226,7 @@ func (p *flagParser) schedule(f simflags.Fault) error {
 func (p *flagParser) finish() error {
 	c := &p.cfg
 	if p.settled > 0 {
-		c.ToldBlockSize, c.Model.BlockSize = c.Model.BlockSize, p.settled
+		c.ReportedBlockSize, c.Model.BlockSize = c.Model.BlockSize, p.settled
 	}
 	for _, f := range p.ranked {
 		if f.Rank != p.dpRank {

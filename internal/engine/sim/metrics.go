@@ -234,7 +234,7 @@ func (g *page) config(s *Server, snaps []snapshot) {
 		g.b = fmt.Appendf(g.b, `vllm:cache_config_info{block_size="%d",cache_dtype="auto",`+
 			`enable_prefix_caching="%s",engine="%s",kv_cache_size_tokens="%d",num_cpu_blocks="None",`+
 			`num_gpu_blocks="%d",num_gpu_blocks_override="None",prefix_caching_hash_algo="xxh3",`+
-			`sliding_window="None"} 1.0`+"\n", s.cfg.toldBlockSize(), caching, snaps[i].engine,
+			`sliding_window="None"} 1.0`+"\n", s.cfg.reportedBlockSize(), caching, snaps[i].engine,
 			m.Blocks*m.BlockSize, m.Blocks)
 	}
 }

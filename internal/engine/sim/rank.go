@@ -190,7 +190,7 @@ func (r *rank) pass(e *em.Effect) {
 
 // keep notes the blocks that the end of a sequence left behind.
 func (r *rank) keep(c *choice) {
-	c.kept = toldBlocks(c.req.Kept())
+	c.kept = namedBlocks(c.req.Kept())
 }
 
 // isDead reports whether the engine core is gone.

@@ -119,8 +119,8 @@ func (m *sideMessage) blockKV() []em.BlockKV {
 	return out
 }
 
-// toldBlocks are the numbers by which parameters name blocks of the pool; nil for none.
-func toldBlocks(blocks []int32) []int32 {
+// namedBlocks are the numbers by which parameters name blocks of the pool; nil for none.
+func namedBlocks(blocks []int32) []int32 {
 	if len(blocks) == 0 {
 		return nil
 	}

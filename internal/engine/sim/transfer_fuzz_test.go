@@ -142,6 +142,6 @@ func TestBlocksOnTheWire(t *testing.T) {
 	got, err := readSide(there)
 	require.NoError(t, err)
 	assert.Equal(t, kv, got.blockKV())
-	assert.Equal(t, []int32{0, 4}, poolBlocks(toldBlocks([]int32{0, 4})))
-	assert.Nil(t, toldBlocks(nil))
+	assert.Equal(t, []int32{0, 4}, poolBlocks(namedBlocks([]int32{0, 4})))
+	assert.Nil(t, namedBlocks(nil))
 }
