@@ -132,6 +132,7 @@ func newRevision(a *state.App, spec *app.Application, old *appRevision) *appRevi
 		queue:      app.Seconds(spec.Timeouts.QueueS),
 		firstToken: app.Seconds(spec.Timeouts.FirstTokenS),
 		between:    app.Seconds(spec.Timeouts.BetweenTokensS),
+		keepalive:  app.Seconds(spec.Timeouts.KeepaliveS),
 		continues:  continuesStreams(spec),
 		goesOn:     &goesOn{},
 	}

@@ -222,6 +222,26 @@ func (req *request) armFirstToken(rk *rank, q *rankleg.Request) {
 	req.timer.arm(now, due, errFirstToken)
 }
 
+// firstTokenDue is the deadline of the attempt's first token.
+func (req *request) firstTokenDue() time.Time { return req.attempt.start.Add(req.firstTokenLimit()) }
+
+// firstTokenLimit is how long the first byte of an answer may take. An answer that is not streamed has no
+// visible first token: it has the time of a stream with as many tokens.
+func (req *request) firstTokenLimit() time.Duration {
+	d := req.app.firstToken
+	if req.route.Computes() && !req.scan.Stream {
+		n := req.scan.MaxTokens
+		if n < 0 || n > unknownTokens {
+			n = unknownTokens
+		}
+		d += time.Duration(n) * req.app.between
+	}
+	if req.split.isUnderWay() {
+		d += flightGrace
+	}
+	return d
+}
+
 // askRank asks the rank.
 func (req *request) askRank(ctx context.Context, rk *rank, q *rankleg.Request) (
 	*http.Response, msg.AdmitReply, error,

@@ -84,7 +84,9 @@ func (req poolWait) await(ctx context.Context, take func(routing.RankID) bool) (
 	if !req.join() {
 		return false, false
 	}
+	req.timer.await(began)
 	defer func() {
+		req.timer.pause()
 		ar.groups.leave(w)
 		ar.metrics.Load().QueueWait(time.Since(began))
 	}()

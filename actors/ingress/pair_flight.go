@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/pdproxy"
@@ -26,6 +27,7 @@ func (s *split) run(ctx context.Context) *failure {
 	defer s.flight.End() // also after a panic
 	s.tell(dispatch.Event{Kind: dispatch.EvStart})
 	for {
+		req.timer.await(time.Now())
 		cmd, ok := s.flight.Next(ctx, s.isLate)
 		if !ok {
 			break
@@ -46,6 +48,7 @@ func (s *split) run(ctx context.Context) *failure {
 		}
 	}
 	s.flight.End()
+	req.timer.pause()
 	if s.warm != nil {
 		return nil // nobody waits for an answer
 	}

@@ -6,15 +6,18 @@ import (
 	"time"
 )
 
-// phaseTimer enforces the deadlines of an attempt's phases with one timer. The connection's read deadline
-// cannot be set behind an http.Transport, so phaseTimer cancels the attempt's context with the phase's cause.
-// arm and pause take a mutex and touch no timer while the timer is already set to fire earlier: when it
-// fires, it checks what is due and starts again. The zero value is idle.
+// phaseTimer enforces the deadlines of an attempt's phases with one timer, which also lets a client hear that
+// its request lives. The connection's read deadline cannot be set behind an http.Transport, so phaseTimer
+// cancels the attempt's context with the phase's cause. arm and pause take a mutex and touch no timer while
+// the timer is already set to fire earlier: when it fires, it checks what is due and starts again. The zero
+// value is idle.
 type phaseTimer struct {
 	mu      sync.Mutex
 	timer   *time.Timer
-	firesAt time.Time // zero: the timer is not running
-	due     time.Time // end of the phase; zero: paused
+	firesAt time.Time  // zero: the timer is not running
+	waits   bool       // the request's goroutine waits, and writes nothing to the client
+	alive   keepalives // looked at only while the request waits
+	due     time.Time  // end of the phase; zero: none
 	cause   error
 	cancel  context.CancelCauseFunc
 
@@ -54,17 +57,34 @@ func (pt *phaseTimer) armGap(now time.Time) {
 }
 
 func (pt *phaseTimer) schedule(now, due time.Time, cause error) {
-	pt.due, pt.cause = due, cause
-	if pt.firesAt.IsZero() || due.Before(pt.firesAt) {
-		pt.startTimer(now, due)
+	pt.due, pt.cause, pt.waits = due, cause, true
+	pt.startEarlier(now)
+}
+
+// startEarlier starts the timer if it would fire too late for what is due next.
+func (pt *phaseTimer) startEarlier(now time.Time) {
+	next := pt.due
+	if sign := pt.alive.due(); next.IsZero() || !sign.IsZero() && sign.Before(next) {
+		next = sign
+	}
+	if !next.IsZero() && (pt.firesAt.IsZero() || next.Before(pt.firesAt)) {
+		pt.startTimer(now, next)
 	}
 }
 
-// pause ends the phase: the attempt does not wait for its engine.
+// await begins a wait without a deadline of the timer's: for a rank, or for a leg on another goroutine.
+func (pt *phaseTimer) await(now time.Time) {
+	pt.mu.Lock()
+	defer pt.mu.Unlock()
+	pt.waits = true
+	pt.startEarlier(now)
+}
+
+// pause ends the phase, or the wait. When it returns, nobody writes to the client.
 func (pt *phaseTimer) pause() {
 	pt.mu.Lock()
 	defer pt.mu.Unlock()
-	pt.due = time.Time{}
+	pt.due, pt.waits = time.Time{}, false
 }
 
 // detach takes the timer from its attempt.
@@ -72,6 +92,7 @@ func (pt *phaseTimer) detach() {
 	pt.mu.Lock()
 	defer pt.mu.Unlock()
 	pt.cancel, pt.due, pt.cause, pt.gapWatch, pt.inGap = nil, time.Time{}, nil, gapWatch{}, false
+	pt.waits = false
 	if pt.timer != nil {
 		pt.timer.Stop()
 		pt.firesAt = time.Time{}
@@ -94,20 +115,22 @@ func (pt *phaseTimer) fire() {
 	defer pt.mu.Unlock()
 	now := time.Now()
 	pt.firesAt = time.Time{}
+	if !pt.waits {
+		return
+	}
+	pt.alive.sendIfDue(now)
 	switch {
-	case pt.cancel == nil || pt.due.IsZero():
-	case now.Before(pt.due):
-		pt.startTimer(now, pt.due)
-	case pt.inGap:
+	case pt.cancel == nil || pt.due.IsZero() || now.Before(pt.due):
+	case !pt.inGap:
+		pt.expire(pt.cause)
+	default:
 		if cause := pt.gapWatch.check(now); cause != nil {
 			pt.expire(cause)
-			return
+		} else {
+			pt.due = pt.gapWatch.nextCheck()
 		}
-		pt.due = pt.gapWatch.nextCheck()
-		pt.startTimer(now, pt.due)
-	default:
-		pt.expire(pt.cause)
 	}
+	pt.startEarlier(now)
 }
 
 func (pt *phaseTimer) expire(cause error) {

@@ -250,7 +250,9 @@ func (req search) waitForRank(ctx context.Context, decide chooser) (rk *rank, ha
 				slog.String("cause", f.message))
 		}
 	}
+	req.timer.await(began)
 	defer func() {
+		req.timer.pause()
 		ar.queue.leave(req.waiter)
 		ar.demand.update()
 		ar.metrics.Load().QueueWait(time.Since(began))

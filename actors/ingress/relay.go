@@ -35,8 +35,11 @@ func (r relay) answer(ctx context.Context, resp *http.Response) result {
 		return result{cause: dispatch.Redirected, status: resp.StatusCode}
 	case isStream(resp.Header):
 		return r.relayStream(ctx, resp)
-	case r.kept.isResumed:
+	case r.kept.isResumed, r.isOpen:
 		return result{cause: dispatch.NotContinued, status: resp.StatusCode}
+	}
+	r.timer.alive.every = 0
+	switch {
 	case resp.ContentLength < 0 && !r.route.Generates():
 		return r.relayFlow(ctx, resp)
 	default:
@@ -242,12 +245,9 @@ func (r relay) endInterrupted(ctx context.Context, err error) result {
 // no invented finish_reason, and cuts the connection, so that the client does not take the stream for a
 // complete one.
 func (r relay) breakStream(why dispatch.Cause) {
-	r.cutConn = true
 	code, message := streamError(why)
 	event := openai.ErrorEvent(nil, r.route, openai.Status(code), "", code, message)
-	if r.writeClient(event, time.Now()) == nil {
-		_ = r.flush() // the connection is cut in any case
-	}
+	_ = r.endWithEvent(event) // the connection is cut in any case
 }
 
 // drainBody reads the end of a body after [DONE], so that its connection can be reused. The client already
@@ -266,6 +266,10 @@ func (r relay) drainBody(body io.Reader) {
 func (r relay) sendHeader(status int, engine http.Header, length int) {
 	now := time.Now()
 	r.firstByte, r.status = now, status
+	if r.isOpen {
+		r.releaseBody()
+		return
+	}
 	h := r.w.Header()
 	clientHeader(h, engine)
 	r.setOwnHeaders(h, r.attempt.rank)
@@ -280,10 +284,11 @@ func (r relay) sendHeader(status int, engine http.Header, length int) {
 // writeClient writes bytes to the client. An error means that the client has left or does not read.
 func (r relay) writeClient(b []byte, now time.Time) error {
 	r.extendWriteDeadline(now)
+	r.timer.alive.last = now
 	if !r.pace.beginWrite(now, len(b), r.in.timers.SlowReader) {
 		return errSlowReader
 	}
-	_, err := r.w.Write(b)
+	_, err := r.w.Write(b) //nolint:gosec // JSON or events of the engine's, and no content type of HTML
 	return err
 }
 
@@ -346,7 +351,7 @@ func (r relay) relayError(ctx context.Context, resp *http.Response) result {
 	if !r.passes(&res, resp.Header, body) {
 		return res
 	}
-	if !whole {
+	if !whole && !r.isOpen {
 		return r.relayRest(ctx, resp, body, res)
 	}
 	return r.sendWhole(ctx, resp.StatusCode, resp.Header, body, res)
@@ -422,12 +427,19 @@ func (r relay) sendWords(ctx context.Context, w *heldWords) result {
 	return r.sendWhole(ctx, w.status, h, w.body, w.result)
 }
 
-// sendWhole sends an answer that is completely in memory.
+// sendWhole sends an answer that is completely in memory. Where the client has the header of a stream, it is
+// an error.
 func (r relay) sendWhole(ctx context.Context, status int, header http.Header, body []byte,
 	res result,
 ) result {
-	r.sendHeader(status, header, len(body))
-	if err := r.writeClient(body, r.firstByte); err != nil {
+	var err error
+	if r.isOpen {
+		err = r.sendErrorEvent(status, body)
+	} else {
+		r.sendHeader(status, header, len(body))
+		err = r.writeClient(body, r.firstByte)
+	}
+	if err != nil {
 		return r.writeFailure(ctx, err)
 	}
 	return res
@@ -499,6 +511,7 @@ func (r relay) readWhole(resp *http.Response) (body []byte, whole bool, err erro
 
 // relayRest streams an answer that is too long to be held. After its first write no retry is possible.
 func (r relay) relayRest(ctx context.Context, resp *http.Response, head []byte, res result) result {
+	r.timer.alive.every = 0
 	r.sendHeader(resp.StatusCode, resp.Header, int(resp.ContentLength))
 	r.watchGaps()
 	for b := head; ; {

@@ -87,7 +87,8 @@ type clientAnswer struct {
 	stream        stream
 	pace          readerPace
 	deadlineSet   time.Time // when the write deadline was last set
-	status        int       // sent to the client; 0: nothing is sent
+	status        int       // of the answer that the client gets; 0: it gets none yet
+	isOpen        bool      // it has the header of a stream, so that it hears something while it waits
 	firstByte     time.Time // of the answer
 	sendsWords    bool      // the answer is one that was kept: its attempt counts already
 	cutConn       bool      // the connection must not end cleanly
@@ -98,6 +99,7 @@ type clientAnswer struct {
 func newRequest(in *Ingress) *request {
 	req := &request{in: in}
 	req.waiter, req.idHeader, req.onTicket = newWaiter(), make([]string, 1), req.takeTicket
+	req.timer.alive.send = req.sendKeepalive
 	req.stream.rankEnds = func() bool { return req.kept.isKept && (relay{req}).isEnding(nil) }
 	req.held.answered = make(chan groupAnswer, 1)
 	return req
@@ -107,6 +109,7 @@ func newRequest(in *Ingress) *request {
 func (req *request) release() {
 	in := req.in
 	req.timer.detach()
+	req.timer.alive = keepalives{send: req.timer.alive.send}
 	req.dropTicket()
 	req.place.leave()
 	req.split.release()
@@ -182,6 +185,7 @@ func (req *request) handle(s *routeScope) *failure {
 		return f
 	}
 	req.app.router.retryBudget.request(req.in.clock())
+	req.beginKeepalive()
 	return req.dispatch()
 }
 
@@ -454,6 +458,11 @@ func (req *request) answerFailure(f *failure) {
 		req.cutConn = true // a client that still reads must not see an empty answer
 		return
 	}
+	if req.isOpen {
+		event := openai.ErrorEvent(nil, req.route, f.status, "", f.code, f.message)
+		_ = relay{req}.endWithEvent(event) // the connection is cut in any case
+		return
+	}
 	h := req.w.Header()
 	req.setOwnHeaders(h, nil)
 	if f.retryAfter > 0 {
@@ -472,7 +481,7 @@ func (req *request) finishAnswered(res *result) {
 // logAnswered logs a request that has got an answer.
 func (req *request) logAnswered(res *result) {
 	code := req.status
-	if req.cutConn || res.cause == dispatch.ErrorEvent {
+	if code < http.StatusBadRequest && (req.cutConn || res.cause == dispatch.ErrorEvent) {
 		code = codeOf(res)
 	}
 	switch {
@@ -574,24 +583,4 @@ func (req *request) logLine(level slog.Level, text string, res *result, attrs ..
 	}
 	attrs = append(attrs, res.attrs(req.in.hash(), req.in.log.Enabled(ctx, slog.LevelDebug))...)
 	req.in.log.LogAttrs(ctx, level, text, attrs...) //nolint:sloglint // text is a constant of each caller
-}
-
-// firstTokenDue is the deadline of the attempt's first token.
-func (req *request) firstTokenDue() time.Time { return req.attempt.start.Add(req.firstTokenLimit()) }
-
-// firstTokenLimit is how long the first byte of an answer may take. An answer that is not streamed has no
-// visible first token: it has the time of a stream with as many tokens.
-func (req *request) firstTokenLimit() time.Duration {
-	d := req.app.firstToken
-	if req.route.Computes() && !req.scan.Stream {
-		n := req.scan.MaxTokens
-		if n < 0 || n > unknownTokens {
-			n = unknownTokens
-		}
-		d += time.Duration(n) * req.app.between
-	}
-	if req.split.isUnderWay() {
-		d += flightGrace
-	}
-	return d
 }

@@ -60,6 +60,9 @@ func (b *restBody) Size() int64 { return b.size }
 // IsBegun implements rankleg.Rest.
 func (b *restBody) IsBegun() bool { return b != nil && b.begun.Load() }
 
+// isWhole reports whether the client has sent all of its body.
+func (b *restBody) isWhole() bool { return b == nil || b.whole.Load() }
+
 // give lets an attempt read until take, and until its ctx ends.
 func (b *restBody) give(ctx context.Context, q *rankleg.Request, timer *phaseTimer, limit time.Duration) (
 	take func(),

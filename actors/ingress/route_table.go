@@ -23,8 +23,9 @@ type appRevision struct {
 	queue      time.Duration
 	firstToken time.Duration
 	between    time.Duration
-	continues  bool    // streams go on from another rank …
-	goesOn     *goesOn // … if the engines can
+	keepalive  time.Duration // 0: none
+	continues  bool          // streams go on from another rank …
+	goesOn     *goesOn       // … if the engines can
 }
 
 // wants reports whether the rank is one of the application's.

@@ -333,7 +333,7 @@ func (in *Ingress) serveFor(w *routerapi.TokenWriter, r *http.Request, e *appRou
 	s := newRouteScope()
 	s.add(e)
 	in.serveWith(w, r, s, openai.Completions, "", func(req *request) {
-		req.query.Override = o
+		req.query.Override, req.timer.alive.isOff = o, true
 	})
 }
 

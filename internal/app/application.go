@@ -274,6 +274,10 @@ type Timeouts struct {
 	// while the engine works, after `first_token_s`. Answers that are not streamed get this time for each
 	// token
 	BetweenTokensS float64 `json:"between_tokens_s" is:"seconds" default:"30"`
+	// longest silence of a streamed answer, 1 or more: before its first token the client gets 200 and a
+	// comment each time, so that no proxy takes the connection for dead; a later failure is an error event.
+	// 0: a client hears nothing before the first token
+	KeepaliveS float64 `json:"keepalive_s" is:"seconds or 0" default:"15"`
 }
 
 // Retries say when another rank gets a request.

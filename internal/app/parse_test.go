@@ -202,6 +202,7 @@ func TestFaultTexts(t *testing.T) {
 		"float":         {one("num_groups: 1.5"), "found 1.5, wanted an integer"},
 		"octal-looking": {one("num_groups: 1_000"), `found "1_000", wanted an integer`},
 		"infinite":      {one("health_check_period_s: .inf"), "wanted seconds above 0"},
+		"too often":     {one("timeouts: {keepalive_s: 0.5}"), "found 0.5, wanted 0, or seconds from 1 to"},
 		"negative time": {one("graceful_shutdown_timeout_s: -1"), "wanted seconds from 0 to"},
 		"attempts":      {one("retries: {attempts: 0}"), "wanted an integer from 1 to 16"},
 		"strategy":      {one("placement_group_strategy: pack"), `did you mean "PACK"?`},
@@ -457,7 +458,7 @@ func TestDefaults(t *testing.T) {
 		PlacementGroupStrategy: "PACK",
 		Routing:                Routing{Policy: "mex", Preset: "documented", Identity: "text"},
 		QueueBounds:            QueueBounds{MaxQueuedRequests: 10_000},
-		Timeouts:               Timeouts{QueueS: 60, FirstTokenS: 300, BetweenTokensS: 30},
+		Timeouts:               Timeouts{QueueS: 60, FirstTokenS: 300, BetweenTokensS: 30, KeepaliveS: 15},
 		Retries:                Retries{Attempts: 3, ContinueStreams: true},
 		HealthCheckPeriodS:     1, HealthCheckTimeoutS: 5, GracefulShutdownTimeout: 1800,
 	}, a)

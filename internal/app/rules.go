@@ -82,11 +82,23 @@ func (a *draft) check() {
 	a.settlePolicy()
 	a.settleNumbers()
 	settleResources(a)
+	a.checkKeepalive()
 	_, err := a.Routing.NewPolicy()
 	a.judge("routing.params", err)
 	if a.Disaggregation != nil {
 		_, err := routing.ParsePairRule(a.Disaggregation.Decide)
 		a.judge("disaggregation.decide", err)
+	}
+}
+
+// leastKeepalive bounds the comments that a client may get, in seconds between two.
+const leastKeepalive = 1
+
+func (a *draft) checkKeepalive() {
+	const key = "timeouts.keepalive_s"
+	if s := a.Timeouts.KeepaliveS; a.isGood(key) && s > 0 && s < leastKeepalive {
+		a.refuse(key, "", strconv.FormatFloat(s, 'g', -1, 64), "0, or seconds from 1 to 2592000",
+			"0 turns it off")
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -20,7 +21,8 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// A request waits for room for at most queue_s.
+// RP61: a request waits for room for at most queue_s. A client of a stream gets 200 and comments meanwhile,
+// and the same error as an event.
 func TestQueueTimeout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t)
@@ -36,20 +38,24 @@ func TestQueueTimeout(t *testing.T) {
 			wg.Go(func() {
 				time.Sleep(time.Duration(i) * time.Second)
 				began := time.Now()
+				isStream, comments := i == 1, strings.Repeat(": keepalive\n\n", 3)
 				resp, err := c.Post(t.Context(), "/v1/chat/completions",
-					harness.Chat("a", "hello", 1, i == 1))
+					harness.Chat("a", "hello", 1, isStream))
 				if err != nil {
 					t.Error(err)
 					return
 				}
 				defer resp.Body.Close()
 				b, err := io.ReadAll(resp.Body)
-				if err != nil {
-					t.Error(err)
-				}
-				assert.Equal(t, http.StatusServiceUnavailable, resp.StatusCode)
+				assert.Equal(t, isStream, err != nil, "%v", err) // the connection is cut
 				assert.Contains(t, string(b), `"queue_timeout"`)
 				assert.Equal(t, 60*time.Second, time.Since(began))
+				if isStream {
+					assert.Equal(t, http.StatusOK, resp.StatusCode)
+					assert.True(t, strings.HasPrefix(string(b), comments), string(b))
+					return
+				}
+				assert.Equal(t, http.StatusServiceUnavailable, resp.StatusCode)
 				after, err := strconv.Atoi(resp.Header.Get("Retry-After"))
 				if err != nil {
 					t.Error(err)

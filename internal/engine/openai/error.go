@@ -236,6 +236,13 @@ type errorFields struct {
 // {"object":"error",…} and {"detail":"text"}; or a bare text. The result for any other data is an empty
 // EngineError.
 func ParseError(data []byte) EngineError {
+	e := readError(data)
+	e.Message = clip(e.Message)
+	return e
+}
+
+// readError is ParseError with the whole message.
+func readError(data []byte) EngineError {
 	var top struct {
 		errorFields
 		Error  json.RawMessage `json:"error"`
@@ -246,7 +253,7 @@ func ParseError(data []byte) EngineError {
 		if text == "" || text[0] == '{' || text[0] == '[' || text[0] == '<' {
 			return EngineError{}
 		}
-		return EngineError{Message: clip(text), Length: len(text), IsBare: true}
+		return EngineError{Message: text, Length: len(text), IsBare: true}
 	}
 	fields := top.errorFields
 	for _, raw := range []json.RawMessage{top.Error, top.Detail} {
@@ -263,7 +270,7 @@ func ParseError(data []byte) EngineError {
 		param = "" // null, or no name
 	}
 	return EngineError{
-		Status: errorStatus(fields.Code), Type: fields.Type, Message: clip(fields.Message),
+		Status: errorStatus(fields.Code), Type: fields.Type, Message: fields.Message,
 		Param: param, Length: len(fields.Message),
 	}
 }

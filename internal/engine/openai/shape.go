@@ -1,6 +1,10 @@
 package openai
 
-import "net/http"
+import (
+	"cmp"
+	"net/http"
+	"strconv"
+)
 
 // Shape is how an API writes its errors. The zero value is OpenAI.
 type Shape uint8
@@ -59,6 +63,28 @@ func anthropicType(status int) string {
 		return "api_error"
 	}
 	return "invalid_request_error"
+}
+
+// pingEvent is Anthropic's own event for a client that waits.
+var pingEvent = []byte("event: ping\ndata: {\"type\": \"ping\"}\n\n")
+
+// keepalive is a comment, which every reader of server-sent events skips.
+var keepalive = []byte(": keepalive\n\n")
+
+// Keepalive is what a client of a stream of route r may get at any time between two events, and which is no
+// part of the answer. It must not be changed.
+func (r Route) Keepalive() []byte {
+	if r.Shape() == Anthropic {
+		return pingEvent
+	}
+	return keepalive
+}
+
+// EngineErrorEvent is ErrorEvent for an engine's answer with an error. The code is the status.
+func EngineErrorEvent(dst []byte, r Route, status int, body []byte) []byte {
+	e := readError(body)
+	message := cmp.Or(e.Message, http.StatusText(status))
+	return ErrorEvent(dst, r, status, e.Type, strconv.Itoa(status), message)
 }
 
 // ErrorEvent appends the server-sent event that ends a broken stream of route r, in the shape by which the
