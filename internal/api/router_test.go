@@ -122,7 +122,8 @@ func TestRouterAnswers(t *testing.T) {
 		{
 			"GET", "", "",
 			`{"apiVersion":"dpserve/v1","app":"demo","policy":"kv","preset":"","identity":"","reads":null,` +
-				`"ranks":0,"ready":0,"queued":0,"reservations":0,"imbalance":0,"streams":{"completions":false,"chat":false}}`,
+				`"ranks":0,"ready":0,"queued":0,"reservations":0,"imbalance":0,` +
+				`"streams":{"completions":false,"chat":false}}`,
 		},
 		{
 			"POST", "/explain", `{"prompt":"x"}`,
