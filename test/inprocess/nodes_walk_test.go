@@ -257,7 +257,7 @@ func (r *nodeWalk) ask() {
 			case s.OK(), s.Status == 0 || s.Err != nil: // its node went down
 			case s.Error == "500", s.Error == "503": // the engine's own words
 			case s.Status == http.StatusOK:
-				assert.Contains(r.t, []string{"upstream_lost", "stalled", "drained"}, s.Error, s)
+				assert.Contains(r.t, breaks(s), s.Error, s)
 				assert.False(r.t, s.Whole(), s)
 			default:
 				assert.Contains(r.t, []string{
