@@ -1,7 +1,6 @@
 package controller
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"log/slog"
@@ -22,6 +21,7 @@ import (
 	"github.com/dpserve/dpserve/internal/inbox"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -122,25 +122,7 @@ type rig struct {
 	store   *memStore
 	agent   *agent
 	metrics *counter
-	logs    *syncBuffer
-}
-
-// syncBuffer is a log that is read while it is written.
-type syncBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (s *syncBuffer) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.Write(p)
-}
-
-func (s *syncBuffer) String() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.String()
+	logs    *parallel.Buffer
 }
 
 // rigged runs f in a bubble of fake time with a started controller.
@@ -150,7 +132,7 @@ func rigged(t *testing.T, change func(*Config), f func(t *testing.T, r *rig)) {
 		r := &rig{
 			store: newMemStore(), agent: &agent{newest: map[string]msg.UnitEvent{}},
 			metrics: &counter{phases: map[string]state.Phase{}, ranks: map[string][2]int{}},
-			logs:    new(syncBuffer),
+			logs:    new(parallel.Buffer),
 		}
 		_, err := r.store.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: node("a", 8)}})
 		require.NoError(t, err)

@@ -14,6 +14,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
 func TestPressure(t *testing.T) {
@@ -38,7 +40,7 @@ func TestPressure(t *testing.T) {
 func TestMemoryGuardSamples(t *testing.T) {
 	var reads, collects int
 	use := memoryUse{bytes: 10, collections: 1}
-	logs := &syncBuffer{}
+	logs := &parallel.Buffer{}
 	g := &memoryGuard{
 		limit: 100, read: func() memoryUse { reads++; return use }, collect: func() { collects++ },
 		base: time.Now(),

@@ -1,7 +1,6 @@
 package ingress
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"crypto/tls"
@@ -416,29 +415,12 @@ type rig struct {
 	in       *Ingress
 	url      string
 	replicas []*replica
-	logs     *syncBuffer
+	logs     *parallel.Buffer
 	client   *http.Client
 	metrics  *telemetry.Metrics
 	port     *dataPort       // far only
 	network  *memnet.Network // of the ingress and its engines, in fake time; nil: the host's
 	served   int             // engines so far
-}
-
-type syncBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (s *syncBuffer) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.Write(p)
-}
-
-func (s *syncBuffer) String() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.String()
 }
 
 // options change the rig before it starts.
@@ -515,7 +497,7 @@ func newRig(t testing.TB, o options) *rig {
 func newFrame(t testing.TB, o *options) *rig {
 	o.max, o.far = cmp.Or(o.max, 8), o.far || isFar(t)
 	return &rig{
-		t: t, store: newStore(), feed: &feed{}, logs: &syncBuffer{}, metrics: telemetry.New(),
+		t: t, store: newStore(), feed: &feed{}, logs: &parallel.Buffer{}, metrics: telemetry.New(),
 		network: o.network,
 	}
 }

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -19,6 +18,7 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/server"
 	"github.com/dpserve/dpserve/internal/state"
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
 // cli is a command line whose streams, cluster and node are fakes.
@@ -28,7 +28,7 @@ type cli struct {
 	node     *fakeNode
 	asked    []string // addresses of clients
 	stdin    *strings.Reader
-	out, err lockedBuffer
+	out, err parallel.Buffer
 }
 
 func newCLI(t *testing.T) *cli {
@@ -83,24 +83,6 @@ func decode[T any](t *testing.T, text string) (doc T) {
 	assert.True(t, strings.HasPrefix(text, "{\n  \"apiVersion\": \"dpserve/v1\",\n"), text)
 	require.NoError(t, json.Unmarshal([]byte(text), &doc), text)
 	return doc
-}
-
-// lockedBuffer is a buffer that a command's goroutines write while the test reads it.
-type lockedBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *lockedBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *lockedBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
 }
 
 // fakeCluster answers as the admin API does. Each call of Apps returns the next element of script; the last

@@ -20,6 +20,7 @@ import (
 
 	proc "github.com/dpserve/dpserve/internal/process"
 	"github.com/dpserve/dpserve/test/harness"
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
 // CC6: TestREADME types the README: its commands in the order in which they stand, with ports 8000 and 8265
@@ -270,7 +271,7 @@ func asDpserve(t *testing.T) string {
 type foreground struct {
 	harness.Expected
 	cmd            *exec.Cmd
-	stdout, stderr lockedBuffer
+	stdout, stderr parallel.Buffer
 }
 
 // startUp starts this binary as dpserve and waits until it serves.

@@ -20,6 +20,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/cluster/membership"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/test/parallel"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -324,7 +325,7 @@ func TestStrangersStayOutside(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			onLAN(t, func(t *testing.T, l *lan) {
-				var log syncBuffer
+				var log parallel.Buffer
 				var refused sync.Map
 				guard := config(t, "a")
 				guard.Log = slog.New(slog.NewTextHandler(&log, nil))
@@ -391,21 +392,4 @@ func TestTheKeyChanges(t *testing.T) {
 		assert.NotZero(t, unread.Load())
 		assert.Equal(t, "a b c", view(a))
 	})
-}
-
-type syncBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (s *syncBuffer) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.Write(p)
-}
-
-func (s *syncBuffer) String() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.String()
 }

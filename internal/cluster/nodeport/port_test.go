@@ -23,6 +23,7 @@ import (
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/test/memnet"
+	"github.com/dpserve/dpserve/test/parallel"
 	"github.com/dpserve/dpserve/test/ports"
 )
 
@@ -365,7 +366,7 @@ func TestNewcomersFindTheClusterOfTheirToken(t *testing.T) {
 
 func TestJunkHurtsNobody(t *testing.T) {
 	w := newWorld(t, "c1")
-	var log syncBuffer
+	var log parallel.Buffer
 	a := newNode(t, w.member(t, "a", "control"),
 		func(c *nodeport.Config) { c.Log = slog.New(slog.NewTextHandler(&log, nil)) }).serve(t)
 	a.echo(t, nodeport.GRPC)
@@ -412,7 +413,7 @@ func TestJunkHurtsNobody(t *testing.T) {
 // TestACallerThatLeavesIsNoFault: a connection that its caller closes in mid-handshake is counted by itself
 // and logged without a warning.
 func TestACallerThatLeavesIsNoFault(t *testing.T) {
-	var log syncBuffer
+	var log parallel.Buffer
 	a := newNode(t, newWorld(t, "c1").member(t, "a", "control"),
 		func(c *nodeport.Config) { c.Log = slog.New(slog.NewTextHandler(&log, nil)) }).serve(t)
 	for i, leave := range []func(c *net.TCPConn) error{
@@ -677,21 +678,4 @@ func TestCloseIsTheEndOfAll(t *testing.T) {
 	assert.Equal(t, problem.Unavailable, problem.CodeOf(err))
 	require.ErrorIs(t, err, syscall.EADDRINUSE)
 	assert.Error(t, newNode(t, w.member(t, "a"), nil).Serve(), "not bound")
-}
-
-type syncBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (s *syncBuffer) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.Write(p)
-}
-
-func (s *syncBuffer) String() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.String()
 }
