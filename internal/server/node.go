@@ -22,6 +22,7 @@ import (
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/actors/node"
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/access"
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
@@ -72,7 +73,8 @@ type Node struct {
 	metricsServer *api.Server // nil without --metrics-bind
 
 	ports      ports
-	access     access
+	access     *access.Access
+	adminToken access.AdminToken
 	firstToken string
 	search     search
 	life       lifetime
@@ -133,10 +135,11 @@ func New(c Config) (*Node, error) {
 
 func (n *Node) build() error {
 	n.system = inbox.NewSystem(n.log)
-	if err := n.openAccess(); err != nil {
+	files := access.Files{APIKeys: n.cfg.APIKeysFile, TLSCert: n.cfg.TLSCert, TLSKey: n.cfg.TLSKey}
+	var err error
+	if n.access, err = access.Open(files, n.metrics.Access(), n.log); err != nil {
 		return err
 	}
-	var err error
 	ctx, cancel := context.WithTimeout(n.life.ctx, readyTimeout)
 	defer cancel()
 	if n.cfg.Advertise != "" {
@@ -163,8 +166,11 @@ func (n *Node) build() error {
 	if err := n.openStore(ctx); err != nil {
 		return err
 	}
-	if err := n.openAdminToken(); err != nil {
-		return err
+	if !n.cfg.AdminOpen {
+		n.adminToken, err = access.OpenAdminToken(n.cfg.AdminTokenFile, n.cfg.DataDir)
+		if err != nil {
+			return err
+		}
 	}
 	// every port of the node is bound before an engine is touched
 	if err := n.bindPorts(ctx); err != nil {
@@ -256,10 +262,8 @@ func (n *Node) warning() string {
 			out = append(out, text)
 		}
 	}
-	if t := n.access.tls; t != nil {
-		if text := t.current().warning(time.Now()); text != "" {
-			out = append(out, text)
-		}
+	if text := n.access.Warning(time.Now()); text != "" {
+		out = append(out, text)
 	}
 	if n.peering != nil {
 		if text := n.peering.Certificates.Warning(time.Now()); text != "" {
@@ -448,7 +452,7 @@ func (n *Node) buildServers(t *timers) error {
 		cfg := ingress.Config{
 			Node: n.cfg.NodeID, Pseudonym: pseudonym(n), Version: n.cfg.Version, Store: n.store,
 			Feed: n.hub, Metrics: n.metrics, Log: n.log, Timers: t.ingress, Seed: randomUint64(),
-			TLS: n.access.tlsConfig(), Keys: n.access.apiKeys(), Access: n.access.metrics, Actors: n.system,
+			TLS: n.access.TLSConfig(), Keys: n.access.APIKeys(), Access: n.access.Metrics, Actors: n.system,
 			Dial: n.cfg.dialer(), Serves: n.node.Serves(), Note: n.search.note,
 			Limits: ingress.Limits{
 				MaxBody: int64(n.cfg.MaxBody) << 20, MaxConns: maxConns(n.log, files, n.cfg.Slots),
@@ -494,7 +498,7 @@ func (n *Node) buildServers(t *timers) error {
 		Forward:  n.leaderHandler,
 		NoLeader: n.errNoLeader,
 		Version:  client.BuildInfo{Version: n.cfg.Version, Node: n.cfg.NodeID},
-		TLS:      n.access.tlsConfig(), Token: n.access.adminToken, TokenFile: n.AdminTokenFile(),
+		TLS:      n.access.TLSConfig(), Token: n.AdminToken(), TokenFile: n.AdminTokenFile(),
 		Endpoint: n.endpoint, Log: n.log, Hosts: n.adminHosts(), Restarts: b,
 	})
 	if err := n.admin.Attach(n.ports.admin); err != nil {
@@ -517,7 +521,7 @@ func (n *Node) start(ctx context.Context) error {
 	if err := n.leading.Adapt(ctx); err != nil {
 		return err
 	}
-	n.followAccess()
+	n.life.writers.Go(func() { n.access.Follow(n.life.ctx) })
 	n.life.loops.Go(func() { n.leading.Follow(n.life.ctx) })
 	if n.devices != nil {
 		n.life.loops.Go(func() { n.devices.Run(n.life.ctx) })

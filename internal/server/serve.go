@@ -290,11 +290,17 @@ func (n *Node) endpoint() string {
 	if ip := net.ParseIP(host); ip != nil && ip.IsUnspecified() {
 		host = cmp.Or(n.cfg.Advertise, "127.0.0.1")
 	}
-	return n.access.scheme() + "://" + net.JoinHostPort(host, port)
+	return n.access.Scheme() + "://" + net.JoinHostPort(host, port)
 }
 
 // AdminAddr is the address of the admin API.
 func (n *Node) AdminAddr() string { return addressOf(n.ports.admin) }
+
+// AdminToken is what a caller of the admin API shows; "" if it is open.
+func (n *Node) AdminToken() string { return n.adminToken.Text }
+
+// AdminTokenFile is the file that holds the admin token; "" if there is none.
+func (n *Node) AdminTokenFile() string { return n.adminToken.File }
 
 // MetricsAddr is the address of --metrics-bind; empty without that flag.
 func (n *Node) MetricsAddr() string { return addressOf(n.ports.metrics) }

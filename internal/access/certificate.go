@@ -1,4 +1,4 @@
-package server
+package access
 
 import (
 	"crypto/tls"
@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/internal/problem"
-	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
 // expiryNotice is how long before its end a certificate is warned about.
@@ -46,53 +45,47 @@ func (c *certificate) warning(now time.Time) string {
 	return ""
 }
 
-// openTLS reads the certificate for clients and operators.
-func (n *Node) openTLS() error {
-	a := &n.access
-	if n.cfg.TLSCert == "" {
-		return nil
-	}
-	a.tls = &watchedFiles[certificate]{
-		what: "--tls-cert, --tls-key", paths: []string{n.cfg.TLSCert, n.cfg.TLSKey}, log: n.log,
-		parse:  parseCertificate,
-		report: func(failed bool) { a.metrics.FileFailed(telemetry.FileTLS, failed) },
-		use: func(_, now *certificate) {
-			a.metrics.CertificateExpires(now.expires.Unix())
-			a.warnOfExpiry(n.log, now, time.Now())
-		},
-		each: func(now *certificate) { a.warnOfExpiry(n.log, now, time.Now()) },
-	}
-	return a.tls.open()
+// expiryLog writes one line of the log when a certificate begins to need a new one, and one when it has
+// expired.
+type expiryLog struct {
+	log  *slog.Logger
+	last string // the warning of the last line
 }
 
-// warnOfExpiry writes one line of the log when a certificate begins to need a new one, and one when it has
-// expired.
-func (a *access) warnOfExpiry(log *slog.Logger, c *certificate, now time.Time) {
-	if text := c.warning(now); text != a.warnedOf {
-		if a.warnedOf = text; text != "" {
-			log.Warn("the certificate for clients and operators needs a new one", slog.String("why", text))
+func (e *expiryLog) look(c *certificate, now time.Time) {
+	if text := c.warning(now); text != e.last {
+		if e.last = text; text != "" {
+			e.log.Warn("the certificate for clients and operators needs a new one", slog.String("why", text))
 		}
 	}
 }
 
-// tlsConfig returns the TLS of the ports for clients and operators, nil without a certificate. Only new
+// TLSConfig returns the TLS of the ports for clients and operators, nil without a certificate. Only new
 // connections use a new certificate, so a change cuts none. HTTP/2 is not offered.
-func (a *access) tlsConfig() *tls.Config {
-	if a.tls == nil {
+func (a *Access) TLSConfig() *tls.Config {
+	if a.certificate == nil {
 		return nil
 	}
 	return &tls.Config{
 		MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"},
 		GetCertificate: func(*tls.ClientHelloInfo) (*tls.Certificate, error) {
-			return &a.tls.current().pair, nil
+			return &a.certificate.current().pair, nil
 		},
 	}
 }
 
-// scheme is that of the URLs of the ports for clients and operators.
-func (a *access) scheme() string {
-	if a.tls == nil {
+// Scheme is that of the URLs of the ports for clients and operators.
+func (a *Access) Scheme() string {
+	if a.certificate == nil {
 		return "http"
 	}
 	return "https"
+}
+
+// Warning says that the certificate expires soon or has expired; "" if neither, or without one.
+func (a *Access) Warning(now time.Time) string {
+	if a.certificate == nil {
+		return ""
+	}
+	return a.certificate.current().warning(now)
 }

@@ -1,7 +1,6 @@
-package server
+package access
 
 import (
-	"context"
 	"crypto/sha256"
 	"errors"
 	"fmt"
@@ -9,27 +8,22 @@ import (
 	"log/slog"
 	"os"
 	"sync/atomic"
-	"time"
 
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
-// lookEvery is the interval at which watched files are read.
-const lookEvery = time.Second
-
 // largestWatched bounds the bytes of a watched file that are read: larger than every parser accepts.
 const largestWatched = 1<<20 + 1
 
-// watchedFiles holds the value of files that an operator may change while the node runs. A change that cannot
+// watched holds the value of files that an operator may change while the node runs. A change that cannot
 // be used leaves the value before it in use, so that a mistake in a file shuts no client out. A change counts
 // when two reads in a row find the same bytes, so a file that is being written is not used half-way.
-type watchedFiles[T any] struct {
+type watched[T any] struct {
 	what   string   // in errors and logs: the flag
 	paths  []string // all are read for one value
 	parse  func(texts [][]byte) (*T, error)
 	report func(failed bool)    // for metrics: the files on disk cannot be used
 	use    func(before, now *T) // a value is new; before is nil at the start; nil = nothing
-	each   func(now *T)         // after each look; nil = nothing
 	log    *slog.Logger
 	value  atomic.Pointer[T]
 	used   [sha256.Size]byte // of the bytes of value
@@ -38,10 +32,10 @@ type watchedFiles[T any] struct {
 }
 
 // current returns the value in use.
-func (w *watchedFiles[T]) current() *T { return w.value.Load() }
+func (w *watched[T]) current() *T { return w.value.Load() }
 
 // open reads the files for the first time. An error ends the start of the node.
-func (w *watchedFiles[T]) open() error {
+func (w *watched[T]) open() error {
 	texts, sum, err := w.read()
 	var v *T
 	if err == nil {
@@ -59,7 +53,7 @@ func (w *watchedFiles[T]) open() error {
 }
 
 // look reads the files again.
-func (w *watchedFiles[T]) look() {
+func (w *watched[T]) look() {
 	texts, sum, err := w.read()
 	if sum == w.used {
 		w.seen = sum
@@ -88,7 +82,7 @@ func (w *watchedFiles[T]) look() {
 }
 
 // take uses a value.
-func (w *watchedFiles[T]) take(v *T, sum [sha256.Size]byte) {
+func (w *watched[T]) take(v *T, sum [sha256.Size]byte) {
 	before := w.value.Swap(v)
 	w.used, w.seen = sum, sum
 	w.report(false)
@@ -99,7 +93,7 @@ func (w *watchedFiles[T]) take(v *T, sum [sha256.Size]byte) {
 
 // read returns the contents of the files and a digest of them. An error has a digest too, so that the log has
 // one line for as long as it stays the same.
-func (w *watchedFiles[T]) read() (texts [][]byte, sum [sha256.Size]byte, err error) {
+func (w *watched[T]) read() (texts [][]byte, sum [sha256.Size]byte, err error) {
 	h := sha256.New()
 	for _, path := range w.paths {
 		text, e := readWatched(path)
@@ -121,21 +115,4 @@ func readWatched(path string) ([]byte, error) {
 	}
 	text, err := io.ReadAll(io.LimitReader(f, largestWatched))
 	return text, errors.Join(err, f.Close())
-}
-
-// follow looks at the files until ctx ends.
-func (w *watchedFiles[T]) follow(ctx context.Context) {
-	tick := time.NewTicker(lookEvery)
-	defer tick.Stop()
-	for {
-		select {
-		case <-tick.C:
-			w.look()
-			if w.each != nil {
-				w.each(w.current())
-			}
-		case <-ctx.Done():
-			return
-		}
-	}
 }

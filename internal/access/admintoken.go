@@ -1,4 +1,4 @@
-package server
+package access
 
 import (
 	"crypto/rand"
@@ -22,24 +22,29 @@ const (
 	longestAdminToken  = 512
 )
 
-// openAdminToken reads or makes the token that callers of the admin API show. The data dir is this process's
-// by then. A node without a data dir has a token that lives as long as the process.
-func (n *Node) openAdminToken() (err error) {
-	c := &n.cfg
+// AdminToken is what callers of the admin API show. The zero token opens the admin API to all.
+type AdminToken struct {
+	Text string
+	File string // holds Text; "" = no file does
+}
+
+// OpenAdminToken reads the token of file. Without a file it reads that of the data dir, which must be this
+// process's by then, and makes it at the first start. Without a data dir the token lives as long as the
+// process.
+func OpenAdminToken(file, dataDir string) (AdminToken, error) {
 	switch {
-	case c.AdminOpen:
-		return nil
-	case c.AdminTokenFile != "":
-		n.access.adminToken, err = readAdminToken(c.AdminTokenFile)
-	case c.DataDir == "":
-		n.access.adminToken = newAdminToken()
-	default:
-		if c.AdminTokenFile, err = filepath.Abs(filepath.Join(c.DataDir, adminTokenName)); err != nil {
-			return err
-		}
-		n.access.adminToken, err = keepAdminToken(c.AdminTokenFile)
+	case file != "":
+		text, err := readAdminToken(file)
+		return AdminToken{text, file}, err
+	case dataDir == "":
+		return AdminToken{Text: newAdminToken()}, nil
 	}
-	return err
+	file, err := filepath.Abs(filepath.Join(dataDir, adminTokenName))
+	if err != nil {
+		return AdminToken{}, err
+	}
+	text, err := keepAdminToken(file)
+	return AdminToken{text, file}, err
 }
 
 // keepAdminToken returns the token of a data dir, and makes it at the first start.
@@ -77,15 +82,4 @@ func newAdminToken() string {
 	var b [32]byte
 	_, _ = rand.Read(b[:]) // never fails since Go 1.24
 	return "dpa1." + hex.EncodeToString(b[:])
-}
-
-// AdminToken is what a caller of the admin API shows; "" if it is open.
-func (n *Node) AdminToken() string { return n.access.adminToken }
-
-// AdminTokenFile is the file that holds the admin token; "" if there is none.
-func (n *Node) AdminTokenFile() string {
-	if n.access.adminToken == "" {
-		return ""
-	}
-	return n.cfg.AdminTokenFile
 }

@@ -1,4 +1,4 @@
-package server
+package access
 
 import (
 	"crypto/ecdsa"
@@ -30,25 +30,25 @@ func newPair(t *testing.T, serial int64, lasts time.Duration) (cert, key string)
 
 // The certificate changes with its files. While only one of the two has changed, the pair before it is used.
 func TestCertificatesChange(t *testing.T) {
-	g := newAccessRig(t)
+	g := newRig(t)
 	const year = 365 * 24 * time.Hour
 	cert1, key1 := newPair(t, 1, year)
 	cert2, key2 := newPair(t, 2, year)
-	g.n.cfg.TLSCert, g.n.cfg.TLSKey = g.write("cert", cert1), g.write("key", key1)
-	require.NoError(t, g.n.openAccess())
-	a := &g.n.access
+	files := Files{TLSCert: g.write("cert", cert1), TLSKey: g.write("key", key1)}
+	a, err := g.open(files)
+	require.NoError(t, err)
 	serial := func() int64 {
-		c, err := a.tlsConfig().GetCertificate(nil)
+		c, err := a.TLSConfig().GetCertificate(nil)
 		require.NoError(t, err)
 		return c.Leaf.SerialNumber.Int64()
 	}
 	look := func(times int) {
 		for range times {
-			a.tls.look()
+			a.look(time.Now())
 		}
 	}
 	assert.EqualValues(t, 1, serial())
-	assert.Equal(t, "https", a.scheme())
+	assert.Equal(t, "https", a.Scheme())
 	g.write("cert", cert2)
 	look(4)
 	assert.EqualValues(t, 1, serial(), "the key is still that of the first")
@@ -62,18 +62,19 @@ func TestCertificatesChange(t *testing.T) {
 	assert.Equal(t, 2, g.warnings())
 	assert.NotContains(t, g.logs.String(), "PRIVATE")
 
-	g.n.cfg.TLSKey = g.write("other", key1)
-	require.ErrorContains(t, g.n.openTLS(), "--tls-cert, --tls-key: ", "a node does not start so")
+	files.TLSKey = g.write("other", key1)
+	_, err = g.open(files)
+	require.ErrorContains(t, err, "--tls-cert, --tls-key: ", "a node does not start so")
 }
 
 // A certificate that expires within two weeks is shown in the status of the node, and the log has one line
 // then and one when it has expired.
 func TestCertificatesExpire(t *testing.T) {
-	g := newAccessRig(t)
+	g := newRig(t)
 	const day = 24 * time.Hour
 	now := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 	c := &certificate{expires: now.Add(30 * day)}
-	a := &g.n.access
+	expiry := expiryLog{log: g.log}
 	for _, at := range []struct {
 		days int
 		text string
@@ -89,7 +90,7 @@ func TestCertificatesExpire(t *testing.T) {
 		then := now.Add(time.Duration(at.days) * day)
 		assert.Contains(t, c.warning(then), at.text)
 		assert.Equal(t, at.text == "", c.warning(then) == "")
-		a.warnOfExpiry(g.n.log, c, then)
+		expiry.look(c, then)
 		assert.Equal(t, at.logs, g.warnings(), at.days)
 	}
 }

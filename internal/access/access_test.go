@@ -1,4 +1,4 @@
-package server
+package access
 
 import (
 	"bytes"
@@ -7,30 +7,32 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/internal/apikeys"
 	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
-// accessRig is a node's files of keys and certificates, without a node.
-type accessRig struct {
+// rig is a folder of files and what is logged about them.
+type rig struct {
 	t    *testing.T
-	n    *Node
 	dir  string
 	logs bytes.Buffer
+	log  *slog.Logger
 }
 
-func newAccessRig(t *testing.T) *accessRig {
+func newRig(t *testing.T) *rig {
 	t.Helper()
-	g := &accessRig{t: t, dir: t.TempDir()}
-	g.n = &Node{metrics: telemetry.New(), log: slog.New(slog.NewTextHandler(&g.logs, nil))}
+	g := &rig{t: t, dir: t.TempDir()}
+	g.log = slog.New(slog.NewTextHandler(&g.logs, nil))
 	return g
 }
 
-func (g *accessRig) write(name, text string) string {
+func (g *rig) open(f Files) (*Access, error) { return Open(f, telemetry.New().Access(), g.log) }
+
+func (g *rig) write(name, text string) string {
 	g.t.Helper()
 	path := filepath.Join(g.dir, name)
 	require.NoError(g.t, os.WriteFile(path, []byte(text), 0o600))
@@ -38,20 +40,20 @@ func (g *accessRig) write(name, text string) string {
 }
 
 // warnings counts the lines of level WARN.
-func (g *accessRig) warnings() int { return strings.Count(g.logs.String(), "level=WARN") }
+func (g *rig) warnings() int { return strings.Count(g.logs.String(), "level=WARN") }
 
 // SP2: a changed key file is used once it has stopped changing; one that is bad, half-written or gone leaves
 // the keys before it in use, with one line of the log.
 func TestKeyFilesChange(t *testing.T) {
-	g := newAccessRig(t)
+	g := newRig(t)
 	path := g.write("keys", "ann sk-ann-0001\n")
-	g.n.cfg.APIKeysFile = path
-	require.NoError(t, g.n.openAccess())
-	keys := g.n.access.keys
-	names := func() []string { return keys.current().Names() }
+	a, err := g.open(Files{APIKeys: path})
+	require.NoError(t, err)
+	keys := a.APIKeys()
+	names := func() []string { return keys().Names() }
 	look := func(times int) {
 		for range times {
-			keys.look()
+			a.look(time.Now())
 		}
 	}
 	look(3)
@@ -81,23 +83,20 @@ func TestKeyFilesChange(t *testing.T) {
 	g.write("keys", "eve sk-eve-0001")
 	look(2)
 	assert.Equal(t, []string{"eve"}, names())
-	assert.NotNil(t, keys.current().Find("sk-eve-0001"))
+	assert.NotNil(t, keys().Find("sk-eve-0001"))
 	assert.Equal(t, 4, g.warnings())
 }
 
 // SP2: a node does not start with a key file that it cannot use.
 func TestKeyFilesAtTheStart(t *testing.T) {
-	g := newAccessRig(t)
+	g := newRig(t)
 	for text, want := range map[string]string{
 		"":    "--api-keys: the file has no key",
 		"ann": "--api-keys: line 1: it has 1 words, want 2 or 3",
 	} {
-		k := watchedFiles[apikeys.Set]{
-			what: "--api-keys", paths: []string{g.write("keys", text)},
-			parse: func(texts [][]byte) (*apikeys.Set, error) { return apikeys.Parse(texts[0]) },
-		}
-		require.EqualError(t, k.open(), want)
+		_, err := g.open(Files{APIKeys: g.write("keys", text)})
+		require.EqualError(t, err, want)
 	}
-	k := watchedFiles[apikeys.Set]{what: "--api-keys", paths: []string{filepath.Join(g.dir, "none")}}
-	require.ErrorContains(t, k.open(), "no such file")
+	_, err := g.open(Files{APIKeys: filepath.Join(g.dir, "none")})
+	require.ErrorContains(t, err, "no such file")
 }
