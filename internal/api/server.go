@@ -60,6 +60,7 @@ type Config struct {
 	Ranks     Ranks        // nil = 404 on the paths of rank changes
 	Nodes     Nodes        // nil = 404 on the paths of nodes
 	Restarts  Restarts     // nil = 404 on the path of restarts
+	Ray       *Ray         // nil = 404 on the paths of Ray Serve
 	Forward   Forward      // nil = this node answers every request
 	NoLeader  func() error // the error while no node leads; required with Forward
 	Metrics   http.Handler // nil = 404 on /metrics
@@ -210,7 +211,7 @@ const forwardedHeader = "X-Dpserve-Forwarded"
 // process, its routers, its metrics.
 func isLocalPath(path string) bool {
 	switch path {
-	case pathVersion, pathHealthz, pathValidate, pathMetrics, pathRestart:
+	case pathVersion, pathHealthz, pathValidate, pathMetrics, pathRestart, pathRayVersion, pathRayVersion2:
 		return true
 	}
 	return strings.HasPrefix(path, pathRouters)
@@ -293,6 +294,9 @@ func (s *Server) newEngine() *gin.Engine {
 	}
 	if s.cfg.Restarts != nil {
 		restartHandlers{s.cfg.Restarts, s.cfg.Version}.addRoutes(g, s.reply)
+	}
+	if s.cfg.Ray != nil {
+		rayHandlers{s, s.cfg.Backend, s.cfg.Nodes, s.cfg.Ray}.addRoutes(g)
 	}
 	if s.cfg.Metrics != nil {
 		g.GET(pathMetrics, gin.WrapH(s.cfg.Metrics))

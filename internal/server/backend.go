@@ -88,6 +88,17 @@ func (b *backend) Apps(ctx context.Context) ([]client.AppStatus, error) {
 	return list, nil
 }
 
+// specs returns the stored applications with all of their pools, without those that this version cannot read.
+func (b *backend) specs() []*app.Application {
+	var out []*app.Application
+	for _, a := range b.n.store.State().Apps {
+		if pools, err := a.Pools(); err == nil {
+			out = append(out, pools...)
+		}
+	}
+	return out
+}
+
 func (b *backend) Logs(ctx context.Context, q client.LogQuery) (api.LogStream, error) {
 	status, err := b.App(ctx, q.App)
 	if err != nil {

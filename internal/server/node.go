@@ -500,6 +500,7 @@ func (n *Node) buildServers(t *timers) error {
 		Version:  client.BuildInfo{Version: n.cfg.Version, Node: n.cfg.NodeID},
 		TLS:      n.access.TLSConfig(), Token: n.AdminToken(), TokenFile: n.AdminTokenFile(),
 		Endpoint: n.endpoint, Log: n.log, Hosts: n.adminHosts(), Restarts: b,
+		Ray: &api.Ray{Specs: b.specs},
 	})
 	if err := n.admin.Attach(n.ports.admin); err != nil {
 		return err
