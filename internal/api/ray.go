@@ -52,7 +52,7 @@ func (h rayHandlers) addRoutes(g *gin.Engine) {
 func (h rayHandlers) reply(answer func(c *gin.Context) (body any, err error)) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		if c.Request.Method != http.MethodGet && strings.HasPrefix(c.GetHeader("User-Agent"), "Mozilla") {
-			c.String(http.StatusMethodNotAllowed, "a browser cannot change applications; use serve or dpserve")
+			c.String(http.StatusMethodNotAllowed, "a browser cannot change applications; use dpserve")
 			return
 		}
 		ctx, cancel := context.WithTimeout(c.Request.Context(), callTimeout)

@@ -19,7 +19,8 @@ func (k *rayCheck) err() error {
 	if len(k.faults) == 0 {
 		return nil
 	}
-	return problem.New(problem.InvalidArgument, "%d faults in the document; nothing has changed", len(k.faults)).
+	return problem.New(problem.InvalidArgument, "%d faults in the document", len(k.faults)).
+		WithHint("nothing has changed; correct them and send it again").
 		WithDetails(k.faults...)
 }
 

@@ -79,7 +79,9 @@ func parseOwn(file string, text []byte) (*app.File, []app.Warning, error) {
 }
 
 // addEntries reads entries in a document with the given other keys and adds their applications to out.
-func addEntries(out *app.File, document map[string]any, entries []any, read ConvertRay) ([]app.Warning, error) {
+func addEntries(
+	out *app.File, document map[string]any, entries []any, read ConvertRay,
+) ([]app.Warning, error) {
 	if len(entries) == 0 {
 		return nil, nil
 	}

@@ -46,8 +46,8 @@ func serveRay(t *testing.T, b *backend) *api.Server {
 	return s
 }
 
-// Each body is faulty by Ray's rules, or names Python that dpserve cannot run: the answer is 400 with the place
-// of the fault, and nothing is deployed or deleted.
+// Each body is faulty by Ray's rules, or names Python that dpserve cannot run: the answer is 400 with the
+// place of the fault, and nothing is deployed or deleted.
 func TestFaultyRayDocumentsChangeNothing(t *testing.T) {
 	b := newBackend()
 	s := serveRay(t, b)
@@ -55,35 +55,107 @@ func TestFaultyRayDocumentsChangeNothing(t *testing.T) {
 		return `{"applications":[{"name":"a","import_path":"m:app"` + fields + `}]}`
 	}
 	deployment := func(fields string) string { return one(`,"deployments":[{"name":"D",` + fields + `}]`) }
-	for body, want := range map[string]string{
-		`{"applications": [ {"name": `:      "not JSON",
-		"applications:\n- name: a\n":        "not JSON",
-		`{}`:                                "applications: wanted a list",
-		`[]`:                                "wanted a JSON object",
-		`{"applications":{"name":"a"}}`:     "applications: wanted a list",
-		`{"applications":[{"name":"a"}]}`:   "applications.0.import_path: it is missing",
-		`{"applications":[1]}`:              "applications.0: wanted an object",
-		one(""):                             "runs no Python",
-		one(`,"host":"0.0.0.0"`):            "applications.0.host: it belongs at the top",
-		one(`,"deployments":{}`):            "applications.0.deployments: wanted a list",
-		one(`,"name":7`):                    "applications.0.name: wanted a string",
-		deployment(`"num_replicas":"four"`): "applications.0.deployments.0.num_replicas: found four",
-		deployment(`"num_replicas":0`):      "deployments.0.num_replicas: found 0",
-		deployment(`"num_replicas":"4"`):    "deployments.0.num_replicas: found 4",
-		deployment(`"num_replicas":2,"autoscaling_config":{"min_replicas":1}`):                   "exclude each other",
-		deployment(`"max_ongoing_requests":-1`):                                                  "max_ongoing_requests: found -1",
-		deployment(`"num_replicas":6,"gang_scheduling_config":{"gang_size":4}`):                  "6 is no multiple of gang_size 4",
-		deployment(`"placement_group_strategy":"PACK","gang_scheduling_config":{"gang_size":4}`): "gangs take",
-		one(`,"runtime_env":{"working_dir":"./here"}`):                                           "wanted a URI",
-		`{"applications":[{"name":"a","import_path":"app"}]}`:                                    "wanted module:name",
-		`{"proxy_location":"Somewhere","applications":[]}`:                                       "proxy_location: found Somewhere",
-		`{"target_capacity":150,"applications":[]}`:                                              "target_capacity: found 150",
-		`{"applications":[` + ownApplication + `,` + ownApplication + `]}`:                       `applications.1.name: "demo" is`,
-		`{"applications":[{"name":"a","model":{"id":"m"},"engine":{"kind":"sym"}}]}`:             "engine.kind",
+	for _, c := range []struct{ body, want string }{
+		{
+			`{"applications": [ {"name": `,
+			"not JSON",
+		},
+		{
+			"applications:\n- name: a\n",
+			"not JSON",
+		},
+		{
+			`{}`,
+			"applications: wanted a list",
+		},
+		{
+			`[]`,
+			"wanted a JSON object",
+		},
+		{
+			`{"applications":{"name":"a"}}`,
+			"applications: wanted a list",
+		},
+		{
+			`{"applications":[{"name":"a"}]}`,
+			"applications.0.import_path: it is missing",
+		},
+		{
+			`{"applications":[1]}`,
+			"applications.0: wanted an object",
+		},
+		{
+			one(""),
+			"runs no Python",
+		},
+		{
+			one(`,"host":"0.0.0.0"`),
+			"applications.0.host: it belongs at the top",
+		},
+		{
+			one(`,"deployments":{}`),
+			"applications.0.deployments: wanted a list",
+		},
+		{
+			one(`,"name":7`),
+			"applications.0.name: wanted a string",
+		},
+		{
+			deployment(`"num_replicas":"four"`),
+			"applications.0.deployments.0.num_replicas: found four",
+		},
+		{
+			deployment(`"num_replicas":0`),
+			"deployments.0.num_replicas: found 0",
+		},
+		{
+			deployment(`"num_replicas":"4"`),
+			"deployments.0.num_replicas: found 4",
+		},
+		{
+			deployment(`"num_replicas":2,"autoscaling_config":{"min_replicas":1}`),
+			"exclude each other",
+		},
+		{
+			deployment(`"max_ongoing_requests":-1`),
+			"max_ongoing_requests: found -1",
+		},
+		{
+			deployment(`"num_replicas":6,"gang_scheduling_config":{"gang_size":4}`),
+			"6 is no multiple of gang_size 4",
+		},
+		{
+			deployment(`"placement_group_strategy":"PACK","gang_scheduling_config":{"gang_size":4}`),
+			"gangs take",
+		},
+		{
+			one(`,"runtime_env":{"working_dir":"./here"}`),
+			"wanted a URI",
+		},
+		{
+			`{"applications":[{"name":"a","import_path":"app"}]}`,
+			"wanted module:name",
+		},
+		{
+			`{"proxy_location":"Somewhere","applications":[]}`,
+			"proxy_location: found Somewhere",
+		},
+		{
+			`{"target_capacity":150,"applications":[]}`,
+			"target_capacity: found 150",
+		},
+		{
+			`{"applications":[` + ownApplication + `,` + ownApplication + `]}`,
+			`applications.1.name: "demo" is`,
+		},
+		{
+			`{"applications":[{"name":"a","model":{"id":"m"},"engine":{"kind":"sym"}}]}`,
+			"engine.kind",
+		},
 	} {
-		status, text := askRay(t, s, http.MethodPut, "/api/serve/applications/", body)
-		assert.Equal(t, http.StatusBadRequest, status, body)
-		assert.Contains(t, text, want, body)
+		status, text := askRay(t, s, http.MethodPut, "/api/serve/applications/", c.body)
+		assert.Equal(t, http.StatusBadRequest, status, c.body)
+		assert.Contains(t, text, c.want, c.body)
 	}
 	assert.Empty(t, b.deployed)
 }

@@ -85,7 +85,9 @@ type rayReplica struct {
 }
 
 // newRayInstance shows a cluster in Ray's shape. specs are the stored applications, with all of their pools.
-func newRayInstance(apps []client.AppStatus, specs []*app.Application, nodes []client.NodeStatus) rayInstance {
+func newRayInstance(
+	apps []client.AppStatus, specs []*app.Application, nodes []client.NodeStatus,
+) rayInstance {
 	out := rayInstance{
 		Controller: struct{}{}, Proxies: map[string]rayProxy{}, Applications: map[string]rayApplication{},
 	}
@@ -115,7 +117,9 @@ func newRayInstance(apps []client.AppStatus, specs []*app.Application, nodes []c
 	return out
 }
 
-func newRayApplication(a *client.AppStatus, pools []*app.Application, hosts map[string]string) rayApplication {
+func newRayApplication(
+	a *client.AppStatus, pools []*app.Application, hosts map[string]string,
+) rayApplication {
 	out := rayApplication{
 		Name: a.Name, Status: a.Status, Message: a.Message, Source: "declarative",
 		LastDeployed: firstStart(a.Units), Deployments: map[string]rayDeployment{},
