@@ -80,6 +80,12 @@ test-clients: ## official clients of OpenAI, Anthropic, openai-agents and Vercel
 	test/clients/install.sh
 	go test -count=1 -run TestOfficialClients ./test/clients
 
+# Installs Ray Serve's command line once, outside the repository (a minute, 500 MB).
+.PHONY: test-ray-cli
+test-ray-cli: ## Ray's own serve status, config, deploy and shutdown, unmodified, against the admin port
+	test/ray/install.sh
+	DPSERVE_RAY=1 go test -count=1 -v ./test/ray
+
 # Needs an installed vLLM or SGLang, and runs each step that they allow; see docs/real-engines.md.
 .PHONY: test-gpu
 test-gpu: build ## real engines on a GPU: predictions, policies under load, deaths, prefill and decode; STEPS="up table down" takes some
