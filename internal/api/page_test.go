@@ -33,7 +33,7 @@ func TestThePageHasEveryRoute(t *testing.T) {
 	s := NewServer(Config{
 		Engines: &calls{},
 		Routers: struct{ Routers }{}, Ranks: struct{ Ranks }{}, Nodes: struct{ anyNodes }{},
-		Restarts: struct{ Restarts }{}, Metrics: http.NotFoundHandler(),
+		Restarts: struct{ Restarts }{}, Metrics: http.NotFoundHandler(), Ray: &Ray{},
 	})
 	var served []string
 	names := strings.NewReplacer(":app", "APP", ":node", "NODE", ":token", "ID")
