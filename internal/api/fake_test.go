@@ -28,6 +28,7 @@ type backend struct {
 	mu       sync.Mutex
 	apps     map[string]client.AppStatus
 	deployed []client.DeployRequest
+	deleted  []string
 	queries  []client.LogQuery
 	lines    []client.LogLine
 	logError error // returned after lines; nil = io.EOF, or wait if the query follows
@@ -114,6 +115,9 @@ func (b *backend) App(ctx context.Context, name string) (client.AppStatus, error
 
 func (b *backend) Delete(ctx context.Context, name string) error {
 	_, err := b.App(ctx, name)
+	if err == nil {
+		b.deleted = append(b.deleted, name)
+	}
 	return err
 }
 

@@ -36,7 +36,7 @@ func TestThePageHasEveryRoute(t *testing.T) {
 		Restarts: struct{ Restarts }{}, Metrics: http.NotFoundHandler(), Ray: &Ray{},
 	})
 	var served []string
-	names := strings.NewReplacer(":app", "APP", ":node", "NODE", ":token", "ID")
+	names := strings.NewReplacer(":app", "APP", ":node", "NODE", ":deployment", "DEPLOYMENT", ":token", "ID")
 	for _, r := range s.newEngine().Routes() {
 		served = append(served, r.Method+" "+names.Replace(r.Path))
 	}

@@ -1,9 +1,11 @@
 package api
 
 import (
+	"errors"
 	"fmt"
 	"strings"
 
+	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -15,11 +17,27 @@ func (k *rayCheck) fault(path, format string, args ...any) {
 	k.faults = append(k.faults, path+": "+fmt.Sprintf(format, args...))
 }
 
+// parseError adds the faults that dpserve finds in the entry i.
+func (k *rayCheck) parseError(i int, err error) {
+	var faults app.Faults
+	if !errors.As(err, &faults) {
+		k.fault(fmt.Sprintf("applications[%d]", i), "%v", err)
+		return
+	}
+	for _, f := range faults {
+		text := f.Describe()
+		if f.Hint != "" {
+			text += "; hint: " + f.Hint
+		}
+		k.fault(pathOfEntry(f.Path, i), "%s", text)
+	}
+}
+
 func (k *rayCheck) err() error {
 	if len(k.faults) == 0 {
 		return nil
 	}
-	return problem.New(problem.InvalidArgument, "%d faults in the document", len(k.faults)).
+	return problem.New(problem.InvalidArgument, "faults in the document: %d", len(k.faults)).
 		WithHint("nothing has changed; correct them and send it again").
 		WithDetails(k.faults...)
 }
@@ -44,7 +62,7 @@ func (k *rayCheck) document(root any) (document map[string]any, applications []m
 	}
 	names, prefixes := map[any]bool{}, map[any]bool{}
 	for i, item := range list {
-		path := fmt.Sprintf("applications.%d", i)
+		path := fmt.Sprintf("applications[%d]", i)
 		entry, ok := item.(map[string]any)
 		if !ok {
 			k.fault(path, "wanted an object")
@@ -52,7 +70,8 @@ func (k *rayCheck) document(root any) (document map[string]any, applications []m
 		}
 		k.application(path, entry)
 		k.unique(path, "name", "default", entry, names)
-		if _, isRay := entry["import_path"]; isRay { // dpserve's own applications may share a prefix
+		// dpserve's own applications may share a prefix
+		if module, isRay := entry["import_path"]; isRay && module != rayImportPath {
 			k.unique(path, "route_prefix", "/", entry, prefixes)
 		}
 		applications = append(applications, entry)
@@ -112,7 +131,7 @@ func (k *rayCheck) deployments(path string, v any) {
 		return
 	}
 	for i, item := range list {
-		at := fmt.Sprintf("%s.%d", path, i)
+		at := fmt.Sprintf("%s[%d]", path, i)
 		d, ok := item.(map[string]any)
 		if !ok {
 			k.fault(at, "wanted an object")
@@ -137,9 +156,10 @@ func (k *rayCheck) deployment(path string, d map[string]any) {
 	if gang == nil {
 		return
 	}
-	size := gang["gang_size"]
-	if isPositive(size) && isPositive(replicas) && int64(replicas.(float64))%int64(size.(float64)) != 0 {
-		k.fault(path+".num_replicas", "%v is no multiple of gang_size %v", replicas, size)
+	size, _ := gang["gang_size"].(float64)
+	count, _ := replicas.(float64)
+	if isPositive(size) && isPositive(count) && int64(count)%int64(size) != 0 {
+		k.fault(path+".num_replicas", "%v is no multiple of gang_size %v", count, size)
 	}
 	if _, has := d["placement_group_strategy"]; has {
 		k.fault(path+".placement_group_strategy", "gangs take gang_scheduling_config.gang_placement_strategy")

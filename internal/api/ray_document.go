@@ -2,7 +2,9 @@ package api
 
 import (
 	"encoding/json"
+	"fmt"
 	"maps"
+	"strings"
 
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/problem"
@@ -11,14 +13,10 @@ import (
 // rayDocument is the name of a body of PUT in faults.
 const rayDocument = "applications.json"
 
-// ConvertRay reads a Ray Serve document and returns its applications in dpserve's form, with a note of each
-// key that has no effect. The error is app.Faults.
-type ConvertRay func(file string, text []byte) (*app.File, []app.Warning, error)
-
 // readRayDocument reads the body of a PUT. An entry without import_path is an application in dpserve's own
-// form, and so are the args of an entry with rayImportPath. All other entries go through convert, with the
-// keys of the document around them.
-func readRayDocument(data []byte, convert ConvertRay) (*app.File, []app.Warning, error) {
+// form, and so are the args of an entry with rayImportPath. Any other entry is one of Ray Serve, with the
+// keys of the document around it. notes has for each application the keys without effect.
+func readRayDocument(data []byte) (file *app.File, notes map[string][]string, err error) {
 	var root any
 	if err := json.Unmarshal(data, &root); err != nil {
 		return nil, nil, problem.New(problem.InvalidArgument, "the body is not JSON: %w", err).
@@ -29,26 +27,38 @@ func readRayDocument(data []byte, convert ConvertRay) (*app.File, []app.Warning,
 	if err := check.err(); err != nil {
 		return nil, nil, err
 	}
-	own, foreign := []any{}, []any{}
-	for _, entry := range entries {
+	file, notes = &app.File{}, map[string][]string{}
+	for i, entry := range entries {
+		part := map[string]any{}
 		switch path, isRay := entry["import_path"]; {
-		case !isRay:
-			own = append(own, entry)
 		case path == rayImportPath:
-			own = append(own, ownEntry(entry))
-		case convert == nil:
-			return nil, nil, errNoPython(entry)
-		default:
-			foreign = append(foreign, entry)
+			entry = ownEntry(entry)
+		case isRay:
+			part = maps.Clone(document)
+		}
+		part["applications"] = []any{entry}
+		text, err := json.Marshal(part)
+		if err != nil {
+			return nil, nil, err
+		}
+		one, warnings, err := app.Parse(app.Default(), rayDocument, text)
+		if err != nil {
+			check.parseError(i, err)
+			continue
+		}
+		for _, a := range one.Applications {
+			file.Applications = append(file.Applications, a)
+			for _, w := range warnings {
+				notes[a.Name] = append(notes[a.Name], pathOfEntry(w.Path, i)+": "+app.Fault(w).Describe())
+			}
 		}
 	}
-	out := &app.File{}
-	notes, err := addEntries(out, nil, own, parseOwn)
-	if err != nil {
-		return nil, nil, err
-	}
-	more, err := addEntries(out, document, foreign, convert)
-	return out, append(notes, more...), err
+	return file, notes, check.err()
+}
+
+// pathOfEntry is a path in the whole document; path is one in a document with that entry alone.
+func pathOfEntry(path string, i int) string {
+	return strings.Replace(path, "applications[0]", fmt.Sprintf("applications[%d]", i), 1)
 }
 
 // ownEntry returns the application that is in an entry's args. The entry's name and route_prefix are those of
@@ -65,39 +75,4 @@ func ownEntry(entry map[string]any) map[string]any {
 		}
 	}
 	return out
-}
-
-func errNoPython(entry map[string]any) error {
-	return problem.New(problem.InvalidArgument,
-		"application %q has import_path %q, and dpserve runs no Python", entry["name"], entry["import_path"]).
-		WithHint("write import_path: %s, and under args the application as docs/app-yaml.md shows",
-			rayImportPath)
-}
-
-func parseOwn(file string, text []byte) (*app.File, []app.Warning, error) {
-	return app.Parse(app.Default(), file, text)
-}
-
-// addEntries reads entries in a document with the given other keys and adds their applications to out.
-func addEntries(
-	out *app.File, document map[string]any, entries []any, read ConvertRay,
-) ([]app.Warning, error) {
-	if len(entries) == 0 {
-		return nil, nil
-	}
-	part := maps.Clone(document)
-	if part == nil {
-		part = map[string]any{}
-	}
-	part["applications"] = entries
-	text, err := json.Marshal(part)
-	if err != nil {
-		return nil, err
-	}
-	file, notes, err := read(rayDocument, text)
-	if err != nil {
-		return nil, err
-	}
-	out.Applications = append(out.Applications, file.Applications...)
-	return notes, nil
 }

@@ -6,6 +6,7 @@ import (
 	"net"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	yaml "github.com/goccy/go-yaml"
@@ -115,6 +116,13 @@ func newRayInstance(
 		out.Applications[apps[i].Name] = newRayApplication(&apps[i], byName[apps[i].Name], hosts)
 	}
 	return out
+}
+
+// addNotes shows the keys without effect in an application's message.
+func (x *rayInstance) addNotes(name, text string) {
+	a := x.Applications[name]
+	a.Message = strings.TrimPrefix(a.Message+"; "+text, "; ")
+	x.Applications[name] = a
 }
 
 func newRayApplication(

@@ -296,7 +296,7 @@ func (s *Server) newEngine() *gin.Engine {
 		restartHandlers{s.cfg.Restarts, s.cfg.Version}.addRoutes(g, s.reply)
 	}
 	if s.cfg.Ray != nil {
-		rayHandlers{s, s.cfg.Backend, s.cfg.Nodes, s.cfg.Ray}.addRoutes(g)
+		(&rayHandlers{server: s, backend: s.cfg.Backend, nodes: s.cfg.Nodes, ray: s.cfg.Ray}).addRoutes(g)
 	}
 	if s.cfg.Metrics != nil {
 		g.GET(pathMetrics, gin.WrapH(s.cfg.Metrics))
@@ -397,8 +397,12 @@ func hintOfPath(path string) string {
 	if strings.HasPrefix(path, "/v1/") {
 		return "this is the admin api; OpenAI requests go to the other port, 8000 by default"
 	}
+	if strings.HasPrefix(path, "/api/serve") || strings.HasPrefix(path, "/api/ray") {
+		return "of Ray's paths there are " + pathRayApps + ", with its last slash, and " + pathRayVersion
+	}
 	return "paths begin with /api/v1: version, healthz, validate, plan, apps, apps/APP, apps/APP/logs, " +
-		"events, nodes, join-tokens, routers/APP; and /metrics"
+		"apps/APP/call, apps/APP/ranks, events, nodes, join-tokens, gossip-key, restart, routers/APP; and " +
+		"/metrics, " + pathAddWorker + ", " + pathRemoveWorker + ", " + pathListWorkers + ", " + pathRayApps
 }
 
 func (s *Server) version(*gin.Context, query) (int, any, error) {
