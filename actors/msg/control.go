@@ -11,6 +11,7 @@ import (
 
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/promtext"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -352,6 +353,9 @@ type NodeView interface {
 	// CallEngines makes a call to the engines of an application's ranks on the node. Each rank has an answer,
 	// or says why there is none.
 	CallEngines(ctx context.Context, q *EngineCall) ([]client.RankAnswer, error)
+	// EngineMetrics passes the metrics page of each engine on the node to give, in the order in which they
+	// come; an error of give ends it. An engine that gives no page is left out.
+	EngineMetrics(ctx context.Context, give func(*EnginePage) error) error
 	// ResetRouter restarts the routing of an application on the node's ingress.
 	ResetRouter(ctx context.Context, app string) (ranks int, err error)
 }
@@ -371,6 +375,19 @@ type EngineCall struct {
 	Method string
 	Path   string // with its query
 	Body   []byte // JSON; empty: none
+}
+
+// EnginePage is the metrics page of an engine. Epoch is that of its unit: of two pages of a rank, the one
+// with the lower epoch comes from an engine that ends.
+type EnginePage struct {
+	promtext.Source
+	Epoch uint64
+}
+
+// Validate refuses names out of bounds, and a page of no rank.
+func (p *EnginePage) Validate() error {
+	return cmp.Or(checkBounds(len(p.App) <= maxName && len(p.Pool) <= maxName, "app or pool"),
+		checkBounds(len(p.Ranks) > 0 && len(p.Ranks) <= app.MaxDPSize, "ranks"))
 }
 
 // LogQuery selects log lines. Unit "" and Rank -1 mean all.

@@ -50,7 +50,7 @@ func (f *nodeFlags) addCommon(cmd *cobra.Command) {
 		"`name=duration` overrides of timers, for support and tests")
 	flags.Lookup("labels").DefValue, flags.Lookup("timers").DefValue = "", "" // "[]" would be noise in help
 	flags.StringVar(&f.config.MetricsBind, "metrics-bind", "",
-		"`ADDR`, HOST:PORT, that serves /metrics alone; default: at the admin API only")
+		"`ADDR`, HOST:PORT, that serves metrics alone; default: at the admin API only")
 	flags.StringVar(&f.config.APIKeysFile, "api-keys", "",
 		"`FILE` with the API keys of the endpoint's clients, a line each: NAME KEY [models=a,b]; read again "+
 			"when it changes; default: DPSERVE_API_KEYS_FILE, else clients need no key")

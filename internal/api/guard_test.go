@@ -109,12 +109,17 @@ func TestAWriteComesFromNoOtherPage(t *testing.T) {
 	assert.Equal(t, http.StatusOK, typed.send(t, h).Code, "an address that a person typed")
 }
 
-// RP16: The port of --metrics-bind serves one page for any Host and changes nothing.
+// RP16: The port of --metrics-bind serves pages of metrics for any Host and changes nothing.
 func TestMetricsAlone(t *testing.T) {
 	page := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = w.Write([]byte("dpserve_up 1\n"))
 	})
-	addr := serveOutside(t, api.NewMetricsServer(page, nil))
+	engines := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = w.Write([]byte("vllm:up 1\n"))
+	})
+	addr := serveOutside(t, api.NewMetricsServer(page, engines, nil))
+	_, body := askAt(t, addr, http.MethodGet, "/metrics/engines", nil)
+	assert.Equal(t, "vllm:up 1\n", body)
 	status, body := askAt(t, addr, http.MethodGet, "/metrics",
 		map[string]string{"Host": "prometheus.example"})
 	assert.Equal(t, http.StatusOK, status)
@@ -127,7 +132,7 @@ func TestMetricsAlone(t *testing.T) {
 		assert.Equal(t, http.StatusMethodNotAllowed, status, method)
 	}
 	for _, path := range []string{
-		"/", "/api/v1/apps", "/api/v1/version", "/api/v1/healthz", "/metrics/", "/add_worker",
+		"/", "/api/v1/apps", "/api/v1/version", "/api/v1/healthz", "/metrics/", "/metrics/x", "/add_worker",
 	} {
 		for _, method := range []string{http.MethodGet, http.MethodPut, http.MethodPost} {
 			status, _ = askAt(t, addr, method, path, nil)

@@ -33,7 +33,8 @@ func TestThePageHasEveryRoute(t *testing.T) {
 	s := NewServer(Config{
 		Engines: &calls{},
 		Routers: struct{ Routers }{}, Ranks: struct{ Ranks }{}, Nodes: struct{ anyNodes }{},
-		Restarts: struct{ Restarts }{}, Metrics: http.NotFoundHandler(), Ray: &Ray{},
+		Restarts: struct{ Restarts }{}, Metrics: http.NotFoundHandler(),
+		EngineMetrics: http.NotFoundHandler(), Ray: &Ray{},
 	})
 	var served []string
 	names := strings.NewReplacer(":app", "APP", ":node", "NODE", ":deployment", "DEPLOYMENT", ":token", "ID")

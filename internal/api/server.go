@@ -34,6 +34,8 @@ const (
 	pathApps     = "/api/v1/apps"
 	pathEvents   = "/api/v1/events"
 	pathMetrics  = "/metrics"
+
+	pathEngineMetrics = "/metrics/engines"
 )
 
 // Limits of the server. People and scripts use the API, so bodies are small and connections few.
@@ -71,6 +73,8 @@ type Config struct {
 	Version   client.BuildInfo
 	Endpoint  func() string // URL of this node's OpenAI endpoint; nil = Version has none
 	Log       *slog.Logger  // nil = silent
+
+	EngineMetrics http.Handler // of NewEngineMetrics; nil = 404 on /metrics/engines
 }
 
 // Server serves the admin API, or only the metrics page. Use: New, Attach, Serve, Close.
@@ -107,12 +111,12 @@ func NewServer(cfg Config) *Server {
 	return s
 }
 
-// NewMetricsServer makes a server that answers GET and HEAD of /metrics and nothing else, for clients that
-// may read metrics but not deploy. It needs Attach.
-func NewMetricsServer(metrics http.Handler, log *slog.Logger) *Server {
+// NewMetricsServer makes a server that answers GET and HEAD of /metrics and /metrics/engines and nothing
+// else, for clients that may read metrics but not deploy. It needs Attach.
+func NewMetricsServer(metrics, engines http.Handler, log *slog.Logger) *Server {
 	s := &Server{
 		cfg:  Config{Log: cmp.Or(log, slog.New(slog.DiscardHandler))},
-		name: "metrics", routes: metricsAlone(metrics), stop: make(chan struct{}),
+		name: "metrics", routes: metricsAlone(metrics, engines), stop: make(chan struct{}),
 	}
 	// metrics are not secret for clients that reach the port
 	s.protect = func(net.Addr) http.Handler { return s.routes }
@@ -211,7 +215,8 @@ const forwardedHeader = "X-Dpserve-Forwarded"
 // process, its routers, its metrics.
 func isLocalPath(path string) bool {
 	switch path {
-	case pathVersion, pathHealthz, pathValidate, pathMetrics, pathRestart, pathRayVersion, pathRayVersion2:
+	case pathVersion, pathHealthz, pathValidate, pathMetrics, pathEngineMetrics, pathRestart, pathRayVersion,
+		pathRayVersion2:
 		return true
 	}
 	return strings.HasPrefix(path, pathRouters)
@@ -242,19 +247,22 @@ func (s *Server) forward(next http.Handler) http.Handler {
 	})
 }
 
-// metricsAlone answers GET and HEAD of /metrics, and every other request with an error. It does not check the
-// Host header: scrapers may use any name, and the port changes nothing.
-func metricsAlone(metrics http.Handler) http.Handler {
+// metricsAlone answers GET and HEAD of the pages of metrics, and every other request with an error. It does
+// not check the Host header: scrapers may use any name, and the port changes nothing.
+func metricsAlone(metrics, engines http.Handler) http.Handler {
+	pages := map[string]http.Handler{pathMetrics: metrics, pathEngineMetrics: engines}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		beginAnswer(w, r)
+		page, isServed := pages[r.URL.Path]
 		switch {
-		case r.URL.Path != pathMetrics:
-			WriteError(w, unknownPathError(r, "this port serves "+pathMetrics+" alone"))
+		case !isServed:
+			WriteError(w, unknownPathError(r,
+				"this port serves "+pathMetrics+" and "+pathEngineMetrics+" alone"))
 		case r.Method != http.MethodGet && r.Method != http.MethodHead:
 			w.Header().Set("Allow", "GET, HEAD")
 			writeNotAllowed(w, r)
 		default:
-			metrics.ServeHTTP(w, r)
+			page.ServeHTTP(w, r)
 		}
 	})
 }
@@ -300,6 +308,9 @@ func (s *Server) newEngine() *gin.Engine {
 	}
 	if s.cfg.Metrics != nil {
 		g.GET(pathMetrics, gin.WrapH(s.cfg.Metrics))
+	}
+	if s.cfg.EngineMetrics != nil {
+		g.GET(pathEngineMetrics, gin.WrapH(s.cfg.EngineMetrics))
 	}
 	return g
 }

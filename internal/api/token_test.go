@@ -14,11 +14,9 @@ import (
 // nodes, which show certificates, need none.
 func TestTheAdminAPIWantsItsToken(t *testing.T) {
 	const token = "dpa1.0123456789abcdef"
+	page := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, "m") })
 	s := NewServer(Config{
-		Token: token, TokenFile: "/data/admin.token",
-		Metrics: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-			_, _ = io.WriteString(w, "m")
-		}),
+		Token: token, TokenFile: "/data/admin.token", Metrics: page, EngineMetrics: page,
 	})
 	ask := func(h http.Handler, method, path, authorization string) *httptest.ResponseRecorder {
 		r := httptest.NewRequestWithContext(t.Context(), method, path, strings.NewReader("x"))
@@ -45,7 +43,7 @@ func TestTheAdminAPIWantsItsToken(t *testing.T) {
 			}
 		}
 	}
-	for _, path := range []string{pathHealthz, pathMetrics} {
+	for _, path := range []string{pathHealthz, pathMetrics, pathEngineMetrics} {
 		assert.Equal(t, 200, ask(guarded, http.MethodGet, path, "").Code, path)
 		assert.Equal(t, 200, ask(guarded, http.MethodHead, path, "").Code, path)
 		assert.Equal(t, 401, ask(guarded, http.MethodPost, path, "").Code, path)

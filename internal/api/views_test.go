@@ -24,6 +24,8 @@ type viewedNode struct {
 	queued int
 	pairs  map[string]client.PDStatus
 	lines  []msg.LogLine
+	pages  []*msg.EnginePage
+	hangs  bool // EngineMetrics ends with its context
 	resets int
 	err    error
 }
@@ -48,6 +50,19 @@ func (n *viewedNode) CallEngines(_ context.Context, q *msg.EngineCall) ([]client
 		return nil, n.err
 	}
 	return []client.RankAnswer{{Pool: q.App, Rank: n.resets, Status: 200}}, nil
+}
+
+func (n *viewedNode) EngineMetrics(ctx context.Context, give func(*msg.EnginePage) error) error {
+	for _, p := range n.pages {
+		if err := give(p); err != nil {
+			return err
+		}
+	}
+	if n.hangs {
+		<-ctx.Done()
+		return ctx.Err()
+	}
+	return n.err
 }
 
 func (n *viewedNode) ResetRouter(context.Context, string) (int, error) { return n.resets, n.err }

@@ -302,11 +302,16 @@ func (c *Client) metrics(ctx context.Context) (metricsPage, error) {
 	if err != nil {
 		return metricsPage{}, err
 	}
-	rank := ""
+	return parsePage(b, c.SeriesName(b)), nil
+}
+
+// SeriesName is how the series of a metrics page name the client's rank; "" if the URL alone selects the
+// rank.
+func (c *Client) SeriesName(page []byte) string {
 	if c.addr.Mode == app.AddressHeader || c.addr.Mode == app.AddressBody {
-		rank = strconv.Itoa(c.addr.Selector)
+		return seriesOf(page, strconv.Itoa(c.addr.Selector))
 	}
-	return parsePage(b, seriesOf(b, rank)), nil
+	return ""
 }
 
 // RankNumbers asks /metrics which ranks are behind the URL. The numbers count through the whole group, whose

@@ -21,6 +21,7 @@ import (
 	"github.com/dpserve/dpserve/internal/cluster"
 	"github.com/dpserve/dpserve/internal/cluster/pki"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/promtext"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/test/memnet"
 )
@@ -352,6 +353,7 @@ func (a *fakeAgent) StopRank(_ context.Context, m *msg.StopRank) error {
 // fakeView is a node's answers to the admin API.
 type fakeView struct {
 	lines int
+	pages int
 	err   error
 	stall bool // it neither ends nor adds lines
 	sent  atomic.Int64
@@ -386,6 +388,17 @@ func (v *fakeView) Logs(ctx context.Context, q msg.LogQuery, give func(msg.LogLi
 
 func (v *fakeView) CallEngines(_ context.Context, q *msg.EngineCall) ([]client.RankAnswer, error) {
 	return []client.RankAnswer{{Pool: q.App, Body: q.Method + " " + q.Path + " " + string(q.Body)}}, v.err
+}
+
+func (v *fakeView) EngineMetrics(_ context.Context, give func(*msg.EnginePage) error) error {
+	for i := range v.pages {
+		if err := give(&msg.EnginePage{Epoch: 3, Source: promtext.Source{
+			App: "chat", Ranks: []promtext.Rank{{Number: i, Series: "0"}}, Text: "up 1\n",
+		}}); err != nil {
+			return err
+		}
+	}
+	return v.err
 }
 
 func (v *fakeView) ResetRouter(context.Context, string) (int, error) { return 3, v.err }

@@ -49,6 +49,7 @@ const (
 	statusCall      = call[struct{}, msg.NodeCounts]("/" + nodeService + "/Status")
 	resetRouterCall = call[string, int]("/" + nodeService + "/ResetRouter")
 	engineCall      = call[msg.EngineCall, []client.RankAnswer]("/" + nodeService + "/CallEngines")
+	pagesStream     = stream[struct{}, msg.EnginePage]("/" + nodeService + "/EngineMetrics")
 	logsStream      = stream[msg.LogQuery, msg.LogLines]("/" + nodeService + "/Logs")
 )
 
@@ -72,6 +73,30 @@ func (n *NodeClient) Statuses(ctx context.Context) (msg.NodeCounts, error) {
 // CallEngines implements msg.NodeView.
 func (n *NodeClient) CallEngines(ctx context.Context, q *msg.EngineCall) ([]client.RankAnswer, error) {
 	return callNode(ctx, n.conns, n.node, callLimit, engineCall, q)
+}
+
+// EngineMetrics implements msg.NodeView.
+func (n *NodeClient) EngineMetrics(ctx context.Context, give func(*msg.EnginePage) error) error {
+	conn, err := n.conns.Get(n.node)
+	if err != nil {
+		return addUnreachable(err, errUnsent)
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	pages, err := pagesStream.ask(ctx, conn, &struct{}{})
+	for err == nil {
+		var page *msg.EnginePage
+		if page, err = pages.Recv(); err != nil {
+			break
+		}
+		if err := give(page); err != nil {
+			return err
+		}
+	}
+	if errors.Is(err, io.EOF) {
+		return nil
+	}
+	return fmt.Errorf("metrics of engines: %w", fromStatus(n.node, err))
 }
 
 // ResetRouter implements msg.NodeView.
@@ -189,7 +214,15 @@ func (s *NodeServer) Register(to grpc.ServiceRegistrar) {
 		resetRouterCall.serve(unknown, func(ctx context.Context, app *string) (int, error) {
 			return view.ResetRouter(ctx, *app)
 		}),
-	}, logsStream.serve(unknown, s.logs))
+	}, logsStream.serve(unknown, s.logs), pagesStream.serve(unknown, s.engineMetrics))
+}
+
+// engineMetrics sends each page as one message. A slow reader slows the questions to engines.
+func (s *NodeServer) engineMetrics(to *pipe[msg.EnginePage, struct{}]) error {
+	if _, err := to.Recv(); err != nil {
+		return err
+	}
+	return s.cfg.View.EngineMetrics(to.Context(), to.Send)
 }
 
 // checkOrder refuses orders of nodes that cannot lead, because an order names the program to start.

@@ -3,6 +3,7 @@ package noderpc
 import (
 	"context"
 	"errors"
+	"fmt"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -85,6 +86,18 @@ func TestViewOfAnotherNode(t *testing.T) {
 		})
 		require.NoError(t, err)
 		assert.Equal(t, []client.RankAnswer{{Pool: "chat", Body: "POST /sleep?level=1 {}"}}, answers)
+		view.pages = 2
+		var ranks []int
+		keep := func(p *msg.EnginePage) error {
+			got := fmt.Sprint(p.App, " ", p.Ranks[0].Series, " ", p.Text, " ", p.Epoch)
+			assert.Equal(t, "chat 0 up 1\n 3", got)
+			ranks = append(ranks, p.Ranks[0].Number)
+			return nil
+		}
+		require.NoError(t, b.EngineMetrics(t.Context(), keep))
+		assert.Equal(t, []int{0, 1}, ranks)
+		full := errors.New("no room")
+		require.ErrorIs(t, b.EngineMetrics(t.Context(), func(*msg.EnginePage) error { return full }), full)
 		n, err := b.ResetRouter(t.Context(), "chat")
 		require.NoError(t, err)
 		assert.Equal(t, 3, n)
@@ -93,6 +106,8 @@ func TestViewOfAnotherNode(t *testing.T) {
 		require.EqualError(t, err, "no app")
 		_, err = b.Statuses(t.Context())
 		require.EqualError(t, err, "no app")
+		require.EqualError(t, b.EngineMetrics(t.Context(), keep), "metrics of engines: no app")
+		assert.Equal(t, []int{0, 1, 0, 1}, ranks, "the pages before an error are not lost")
 	}, "a", "b")
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"net/http"
 	"slices"
 	"time"
 
@@ -132,6 +133,15 @@ func (b *backend) CallEngines(ctx context.Context, q *msg.EngineCall) ([]client.
 	}
 	views, _ := b.views()
 	return views.CallEngines(ctx, q)
+}
+
+// engineMetrics returns /metrics/engines.
+func (b *backend) engineMetrics() http.Handler {
+	views := func() api.NodeViews {
+		views, _ := b.views()
+		return views
+	}
+	return api.NewEngineMetrics(views, b.n.store.State)
 }
 
 func (b *backend) AddRank(ctx context.Context, name string, rank []byte) (client.RankChange, error) {
@@ -355,6 +365,10 @@ func (v localView) Logs(ctx context.Context, q msg.LogQuery, give func(msg.LogLi
 
 func (v localView) CallEngines(ctx context.Context, q *msg.EngineCall) ([]client.RankAnswer, error) {
 	return v.n.node.CallEngines(ctx, q), nil
+}
+
+func (v localView) EngineMetrics(ctx context.Context, give func(*msg.EnginePage) error) error {
+	return v.n.node.EngineMetrics(ctx, give)
 }
 
 func (v localView) ResetRouter(_ context.Context, app string) (ranks int, err error) {

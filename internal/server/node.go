@@ -492,9 +492,10 @@ func (n *Node) buildServers(t *timers) error {
 		n.metrics.Ingress(n.cfg.NodeID, n.ingress.Usage)
 	}
 	b := &backend{n}
-	metrics := metricsHandler(n)
+	metrics, engineMetrics := metricsHandler(n), b.engineMetrics()
 	n.admin = api.NewServer(api.Config{
-		Backend: b, Ranks: b, Engines: b, Nodes: b, Routers: newRouters(n), Metrics: metrics,
+		Backend: b, Ranks: b, Engines: b, Nodes: b, Routers: newRouters(n),
+		Metrics: metrics, EngineMetrics: engineMetrics,
 		Forward:  n.leaderHandler,
 		NoLeader: n.errNoLeader,
 		Version:  client.BuildInfo{Version: n.cfg.Version, Node: n.cfg.NodeID},
@@ -506,7 +507,7 @@ func (n *Node) buildServers(t *timers) error {
 		return err
 	}
 	if n.ports.metrics != nil {
-		n.metricsServer = api.NewMetricsServer(metrics, n.log)
+		n.metricsServer = api.NewMetricsServer(metrics, engineMetrics, n.log)
 		if err := n.metricsServer.Attach(n.ports.metrics); err != nil {
 			return err
 		}

@@ -113,9 +113,14 @@ func TestRanksInTheMetricsFollowTheLeader(t *testing.T) {
 }
 
 // seriesOf returns the series of a node's /metrics whose names begin so, with their values.
-func seriesOf(t *testing.T, p *harness.Peer, prefix string) (out []string) {
+func seriesOf(t *testing.T, p *harness.Peer, prefix string) []string {
 	t.Helper()
-	for line := range strings.Lines(metricsOf(t, p)) {
+	return linesWith(metricsOf(t, p), prefix)
+}
+
+// linesWith returns the lines of a page of metrics that begin so.
+func linesWith(page, prefix string) (out []string) {
+	for line := range strings.Lines(page) {
 		if strings.HasPrefix(line, prefix) {
 			out = append(out, strings.TrimSpace(line))
 		}
@@ -126,7 +131,13 @@ func seriesOf(t *testing.T, p *harness.Peer, prefix string) (out []string) {
 // metricsOf returns a node's /metrics.
 func metricsOf(t *testing.T, p *harness.Peer) string {
 	t.Helper()
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, p.Admin()+"/metrics", nil)
+	return adminPage(t, p, "/metrics")
+}
+
+// adminPage returns what a node's admin port has at a path.
+func adminPage(t *testing.T, p *harness.Peer, path string) string {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, p.Admin()+path, nil)
 	require.NoError(t, err)
 	resp, err := p.Send(req)
 	require.NoError(t, err)
