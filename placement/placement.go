@@ -3,8 +3,8 @@
 // nodes come.
 //
 // PACK takes the tightest node that takes all ranks, else as few nodes as possible in equal blocks;
-// STRICT_PACK one node; SPREAD goes rank by rank to the node with the fewest of the group; STRICT_SPREAD one
-// rank a node. Either all ranks of a group are placed or none; no slot, device or port is used twice; ranks
+// STRICT_PACK one node; SPREAD goes rank by rank to the node with the fewest of the group, on nodes with one
+// model of devices if these have room for all; STRICT_SPREAD one rank a node. Either all ranks of a group are placed or none; no slot, device or port is used twice; ranks
 // are numbered along the nodes. The answer does not depend on the order of the nodes, and a group alone is
 // refused only if no placement of it exists. The devices of a rank are on one node, within a set of close
 // ones where that does not cost a rank its place. Shares of a device are integers, so that sums are exact.
@@ -14,12 +14,6 @@
 package placement
 
 import (
-	"fmt"
-	"maps"
-	"math"
-	"slices"
-	"strings"
-
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/share"
 )
@@ -41,8 +35,9 @@ type Ports struct{ Lo, Hi int }
 // Node is what a node offers, and which part is in use.
 type Node struct {
 	ID      string
-	Slots   int   // slots are numbered 0..Slots-1
-	Devices []int // device numbers
+	Slots   int    // slots are numbered 0..Slots-1
+	Devices []int  // device numbers
+	Model   string // of its devices; SPREAD keeps a group on nodes of one model where it can
 	// Near are sets of close devices (one NVLink domain, one NUMA node), the closest first. A device may be
 	// in several sets. Other numbers than those of Devices have no meaning.
 	Near        [][]int
@@ -65,6 +60,7 @@ type Group struct {
 	// ranks that start again on their old seats, which must be free in the nodes
 	Keep            []Seat
 	Held            map[string]int // ranks of the group that keep running and are not placed now, per node
+	Siblings        map[string]int // ranks of the pool's other groups, per node: SPREAD keeps off these nodes
 	Strategy        Strategy
 	MaxRanksPerNode int               // of this group; 0 = any
 	Labels          map[string]string // a node must have all of them
@@ -148,126 +144,6 @@ func (g *Group) check() error {
 			share.Whole, count(g.Devices, "device"))
 	}
 	return nil
-}
-
-// shortage says why a group cannot be placed: only fits ranks found a place, or why.
-type shortage struct {
-	fits int
-	why  string
-}
-
-// unplaceableError returns the error for people: what is needed, and what each node has free.
-func (s *shortage) unplaceableError(ps pools, g *Group) error {
-	need := len(g.Ranks) + len(g.Keep)
-	fits := fmt.Sprintf("%d of %s can be placed", s.fits, count(len(g.Ranks), "rank"))
-	if s.why != "" {
-		fits = s.why
-	}
-	lines := []string{fmt.Sprintf("need: %s of %s", count(need, "rank"), g.describeRank())}
-	for _, p := range ps {
-		lines = append(lines, p.describeFree(g))
-	}
-	if len(ps) == 0 {
-		lines = append(lines, "there is no node")
-	}
-	return problem.New(problem.Unplaceable, "place %s: %s (%s)", g.ID, fits, g.Strategy).
-		WithHint("%s", g.chooseHint(ps)).WithDetails(lines...)
-}
-
-// describeRank says what one rank needs and where it may be placed.
-func (g *Group) describeRank() string {
-	var parts []string
-	if g.Slots > 0 {
-		parts = append(parts, count(g.Slots, "slot"))
-	}
-	switch {
-	case g.Share > 0:
-		parts = append(parts, share.Format(g.Share)+" of a device")
-	case g.Devices > 0:
-		parts = append(parts, count(g.Devices, "device"))
-	}
-	if len(parts) == 0 {
-		parts = append(parts, "no slot")
-	}
-	out := strings.Join(parts, " and ") + " each, " + string(g.Strategy)
-	if g.MaxRanksPerNode > 0 {
-		out += fmt.Sprintf(", at most %d per node", g.MaxRanksPerNode)
-	}
-	if len(g.Labels) > 0 {
-		out += ", on nodes with " + labels(g.Labels)
-	}
-	if g.Other.Apart {
-		out += ", on nodes without ranks of " + g.Other.Name
-	}
-	return out
-}
-
-// isKeptOff reports whether the group must not have ranks on a node because the other pool has some there.
-func (g *Group) isKeptOff(node string) bool { return g.Other.Apart && g.Other.Ranks[node] > 0 }
-
-// describeFree is one node's line: what it has free, and for how many ranks of the group.
-func (p *pool) describeFree(g *Group) string {
-	switch {
-	case !p.matches(g):
-		return fmt.Sprintf("node %s: labels do not match (%s)", p.ID, labels(p.Labels))
-	case g.isKeptOff(p.ID):
-		return fmt.Sprintf("node %s: has ranks of %s, which are kept apart", p.ID, g.Other.Name)
-	}
-	line := fmt.Sprintf("node %s: %d of %s free, %d of %s free", p.ID,
-		len(p.slots), count(p.Slots, "slot"), len(p.devices), count(len(p.Devices), "device"))
-	if parts := p.shared.freeParts(); parts > 0 {
-		line += " and " + share.Format(parts) + " of shared ones"
-	}
-	if n := p.capacityFor(g); n < math.MaxInt32 {
-		line += ", room for " + count(n, "rank")
-		if p.lacksPorts(g) {
-			line += fmt.Sprintf(" by its ports %d-%d", p.Ports.Lo, p.Ports.Hi)
-		}
-	}
-	return line
-}
-
-func (g *Group) chooseHint(ps pools) string {
-	devices, matched, keptOff, noPorts := false, false, false, false
-	for _, p := range ps {
-		devices, matched = devices || len(p.Devices) > 0, matched || p.matches(g)
-		keptOff = keptOff || p.matches(g) && g.isKeptOff(p.ID)
-		noPorts = noPorts || p.lacksPorts(g)
-	}
-	if len(ps) > 0 && !matched {
-		return "no node has these labels: correct resources.labels, or start a node with them in --labels"
-	}
-	if g.Devices > 0 && !devices {
-		return "--engine sim runs the file on the simulated engine; for real ones start nodes where " +
-			"nvidia-smi or rocm-smi lists devices (or --gpus names them), or write resources.gpus: 0 for a " +
-			"build that needs none"
-	}
-	if keptOff {
-		return "add nodes, or leave disaggregation.colocate: no out, so that both pools may share a node"
-	}
-	if noPorts {
-		return "give nodes more ports with --port-range, add nodes, ask for fewer ranks, or delete an " +
-			"application"
-	}
-	return "add nodes or slots, ask for fewer ranks, or delete an application"
-}
-
-func labels(m map[string]string) string {
-	if len(m) == 0 {
-		return "none"
-	}
-	parts := make([]string, 0, len(m))
-	for _, k := range slices.Sorted(maps.Keys(m)) {
-		parts = append(parts, k+"="+m[k])
-	}
-	return strings.Join(parts, ", ")
-}
-
-func count(n int, what string) string {
-	if n == 1 {
-		return "1 " + what
-	}
-	return fmt.Sprintf("%d %ss", n, what)
 }
 
 func (g *Group) blockSize() int {

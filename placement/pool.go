@@ -4,8 +4,6 @@ import (
 	"cmp"
 	"math"
 	"slices"
-
-	"github.com/dpserve/dpserve/internal/share"
 )
 
 // pool is what is left of a node while groups are placed.
@@ -75,34 +73,10 @@ func (p *pool) matches(g *Group) bool {
 	return true
 }
 
-// capacityFor returns how many more ranks of g the node can take, by slots, devices, ports and
-// max_ranks_per_node.
-func (p *pool) capacityFor(g *Group) int { return min(p.seatCapacityFor(g), p.portCapacityFor(g)) }
-
-// lacksPorts reports whether the node could take more ranks of g if it had more free ports.
-func (p *pool) lacksPorts(g *Group) bool {
-	return !g.Attach && p.portCapacityFor(g) < p.seatCapacityFor(g)
-}
-
-// seatCapacityFor is capacityFor without regard to ports.
-func (p *pool) seatCapacityFor(g *Group) int {
-	if !p.matches(g) || g.isKeptOff(p.ID) {
-		return 0
-	}
-	n := math.MaxInt32
-	if g.MaxRanksPerNode > 0 {
-		n = max(0, g.MaxRanksPerNode-g.ranksOn(p.ID))
-	}
-	if g.Slots > 0 {
-		n = min(n, len(p.slots))
-	}
-	switch {
-	case g.Share > 0:
-		n = min(n, p.shared.roomFor(g.Share)+len(p.devices)*(share.Whole/g.Share))
-	case g.Devices > 0:
-		n = min(n, len(p.deviceSets(g.Devices, g.loose)))
-	}
-	return n
+// capacityFor returns how many more ranks of g the node can take.
+func (p *pool) capacityFor(g *Group) int {
+	room, _ := p.findLimit(g)
+	return room
 }
 
 // portCapacityFor counts free blocks: a lockstep unit needs one per node, independent ranks one each. The

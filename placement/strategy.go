@@ -2,6 +2,7 @@ package placement
 
 import (
 	"cmp"
+	"maps"
 	"slices"
 )
 
@@ -52,8 +53,34 @@ func (ps pools) chooseDevices(g *Group) (choices []*choice, got int) {
 func (ps pools) chooseNodes(g *Group) ([]*choice, int) {
 	if len(g.Other.Ranks) > 0 && !g.Other.Apart {
 		beside := slices.DeleteFunc(slices.Clone(ps), func(p *pool) bool { return g.Other.Ranks[p.ID] == 0 })
-		if choices, got := beside.dealTo(g); got == len(g.Ranks) {
+		if choices, got := beside.dealByModel(g); got == len(g.Ranks) {
 			return choices, got
+		}
+	}
+	return ps.dealByModel(g)
+}
+
+// dealByModel is dealTo. Ranks with devices that are spread go to nodes of one device model if these have
+// room for all: to the model that has ranks of the group, else to the one on the most nodes with room. Ranks
+// on unequal devices would not be equally fast.
+func (ps pools) dealByModel(g *Group) ([]*choice, int) {
+	if g.Strategy != Spread || g.Devices == 0 {
+		return ps.dealTo(g)
+	}
+	held, nodes := map[string]int{}, map[string]int{}
+	for _, p := range ps {
+		held[p.Model] += g.ranksOn(p.ID)
+		nodes[p.Model] += min(1, p.capacityFor(g))
+	}
+	models := slices.SortedFunc(maps.Keys(nodes), func(a, b string) int {
+		return cmp.Or(cmp.Compare(held[b], held[a]), cmp.Compare(nodes[b], nodes[a]), cmp.Compare(a, b))
+	})
+	if len(models) > 1 {
+		for _, model := range models {
+			equal := slices.DeleteFunc(slices.Clone(ps), func(p *pool) bool { return p.Model != model })
+			if choices, got := equal.dealTo(g); got == len(g.Ranks) {
+				return choices, got
+			}
 		}
 	}
 	return ps.dealTo(g)
@@ -188,15 +215,11 @@ func (g *Group) findRoomiest(choices []*choice, most int) *choice {
 
 // strictPack chooses one node: the one that has ranks of the group already, else the tightest.
 func (g *Group) strictPack(choices []*choice, need int) int {
-	allowed := slices.Clone(choices)
-	if g.hasRanksPlaced() {
-		allowed = slices.DeleteFunc(allowed, func(c *choice) bool { return g.ranksOn(c.pool.ID) == 0 })
-	}
-	if c := g.findTightest(allowed, need); c != nil {
+	if c := g.findTightest(choices, need); c != nil {
 		c.n = need
 		return need
 	}
-	if c := g.findRoomiest(allowed, need); c != nil {
+	if c := g.findRoomiest(choices, need); c != nil {
 		return c.fits
 	}
 	return 0
@@ -211,8 +234,8 @@ func (g *Group) hasRanksPlaced() bool {
 	return len(g.Keep) > 0
 }
 
-// spread deals one rank at a time to the node with the fewest ranks of the group; among equals the one with
-// the most room.
+// spread deals one rank at a time to the node with the fewest ranks of the group; among equals to the one with
+// the fewest of the pool's other groups, then to the one with the most room.
 func (g *Group) spread(choices []*choice, need int) int {
 	for got := range need {
 		next := findFirst(choices, func(c *choice) bool { return c.n < c.fits }, g.compareLoad)
@@ -226,13 +249,14 @@ func (g *Group) spread(choices []*choice, need int) int {
 
 func (g *Group) compareLoad(a, b *choice) int {
 	return cmp.Or(cmp.Compare(g.ranksOn(a.pool.ID)+a.n, g.ranksOn(b.pool.ID)+b.n),
+		cmp.Compare(g.Siblings[a.pool.ID], g.Siblings[b.pool.ID]),
 		cmp.Compare(b.fits-b.n, a.fits-a.n))
 }
 
 // strictSpread deals one rank each to the roomiest nodes that have none of the group.
 func (g *Group) strictSpread(choices []*choice, need int) int {
 	free := slices.DeleteFunc(slices.Clone(choices),
-		func(c *choice) bool { return c.fits == 0 || g.ranksOn(c.pool.ID) > 0 })
+		func(c *choice) bool { return c.fits == 0 })
 	slices.SortStableFunc(free, func(a, b *choice) int { return cmp.Compare(b.fits, a.fits) })
 	for i := range min(need, len(free)) {
 		free[i].n = 1

@@ -39,7 +39,6 @@ type nodeCounts map[string]int
 type groupOutcome struct {
 	seats map[int]state.RankGrant // by rank
 	err   error                   // no room
-	moves placement.Moves         // what would make room
 }
 
 // newDryRun computes a deploy of pools. It reserves what keeps running. Then it places the other apps'
@@ -164,8 +163,7 @@ func (d *dryRun) placeGroup(pool *app.Application, group int, g *placement.Group
 	d.groups[groupName(pool.PoolName(), group)] = out
 	placed, err := d.free.Place(g)
 	if err != nil {
-		out.moves = placement.Hint(d.free.Nodes, *g, d.occupants())
-		out.err = withAdvice(err, out.moves)
+		out.err = withAdvice(err, placement.Hint(d.free.Nodes, *g, d.occupants()))
 		if d.noRoom == nil {
 			d.noRoom = out.err
 		}
@@ -225,6 +223,7 @@ func (d *dryRun) group(a *application, pool *app.Application, group int) placeme
 	if g.Other.Name != "" {
 		g.Other.Ranks = d.placed[g.Other.Name]
 	}
+	g.Siblings = maps.Clone(d.placed[pool.PoolName()])
 	for i := range a.units {
 		u := &a.units[i]
 		switch {
@@ -232,6 +231,7 @@ func (d *dryRun) group(a *application, pool *app.Application, group int) placeme
 		case d.keepsRunning(a, u.ID):
 			for _, r := range d.state.Units[u.ID].Ranks {
 				g.Held[r.Node]++
+				g.Siblings[r.Node]--
 			}
 		default:
 			g.Ranks = append(g.Ranks, u.Ranks...)

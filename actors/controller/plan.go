@@ -9,6 +9,7 @@ import (
 	"github.com/dpserve/dpserve/actors/rankassigner"
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/share"
 	"github.com/dpserve/dpserve/internal/state"
 )
@@ -118,7 +119,7 @@ func (p *planner) planUnit(was, a *application, u *app.Unit) client.UnitPlan {
 	}
 	group := p.groups[groupName(a.pool(u.Pool).PoolName(), u.Group)]
 	if group.err != nil {
-		out.Why, out.Hint = rankassigner.Explain(group.err), group.moves.String()
+		out.Why, out.Hint = rankassigner.Explain(group.err), problem.HintOf(group.err)
 		return out
 	}
 	ranks := make([]state.RankGrant, 0, len(u.Ranks))

@@ -163,25 +163,28 @@ func (p *placer) inventory(part []state.UnitGrant) *Inventory {
 func (p *placer) request(part []state.UnitGrant) placement.Group {
 	g := GroupRequest(p.m.App, p.m.Grant.Group)
 	g.Avoid = p.m.Avoid
-	stay := map[string][]state.RankGrant{} // of the same group
+	stay, siblings := map[string][]state.RankGrant{}, map[string][]state.RankGrant{}
+	add := func(unit string, group int, ranks []state.RankGrant) {
+		if group == p.m.Grant.Group {
+			stay[unit] = ranks
+		} else {
+			siblings[unit] = ranks
+		}
+	}
 	for id, rec := range p.state.Units {
-		if rec.PoolName() == p.m.Grant.PoolName() && rec.Group == p.m.Grant.Group && rec.Holds() &&
-			!containsUnit(part, id) {
-			stay[id] = rec.Ranks
+		if rec.PoolName() == p.m.Grant.PoolName() && rec.Holds() && !containsUnit(part, id) {
+			add(id, rec.Group, rec.Ranks)
 		}
 	}
 	for _, other := range p.others {
 		for i := range other.Units {
-			if other.PoolName() == p.m.Grant.PoolName() && other.Group == p.m.Grant.Group {
-				stay[other.Units[i].Unit] = other.Units[i].Ranks
+			if other.PoolName() == p.m.Grant.PoolName() {
+				add(other.Units[i].Unit, other.Group, other.Units[i].Ranks)
 			}
 		}
 	}
-	for _, ranks := range stay {
-		for i := range ranks {
-			g.Held[ranks[i].Node]++
-		}
-	}
+	countByNode(g.Held, stay)
+	countByNode(g.Siblings, siblings)
 	p.addOtherPool(&g)
 	for i := range part {
 		if !p.keep[part[i].Unit] {
@@ -194,6 +197,15 @@ func (p *placer) request(part []state.UnitGrant) placement.Group {
 	}
 	slices.Sort(g.Ranks)
 	return g
+}
+
+// countByNode adds the ranks of units to the numbers of ranks by node.
+func countByNode(sum map[string]int, units map[string][]state.RankGrant) {
+	for _, ranks := range units {
+		for i := range ranks {
+			sum[ranks[i].Node]++
+		}
+	}
 }
 
 // addOtherPool adds where the ranks of the application's other pool are, or soon will be, if that matters.
@@ -237,6 +249,7 @@ func GroupRequest(a *app.Application, group int) placement.Group {
 		ID: a.PoolName() + "/" + strconv.Itoa(group), Lockstep: a.DataParallel.Coupling == app.Lockstep,
 		DPSize: a.DataParallel.DPSize, Strategy: placement.Strategy(a.PlacementGroupStrategy),
 		MaxRanksPerNode: a.MaxRanksPerNode, Labels: a.Resources.Labels, Held: map[string]int{},
+		Siblings: map[string]int{},
 	}
 	if a.Engine.Kind == app.KindAttach {
 		g.Attach, g.Pinned = true, map[int]string{}
@@ -287,8 +300,8 @@ func NewInventory(s *state.State, usable []string) *Inventory {
 		if n := s.Nodes[id]; n != nil && n.Takes() {
 			at := placement.Node{
 				ID: id, Slots: n.Resources.Slots, Devices: n.Resources.Devices, Near: n.Resources.Near,
-				Labels: n.Resources.Labels,
-				Ports:  placement.Ports{Lo: n.Resources.PortLo, Hi: n.Resources.PortHi},
+				Model: modelOf(n), Labels: n.Resources.Labels,
+				Ports: placement.Ports{Lo: n.Resources.PortLo, Hi: n.Resources.PortHi},
 			}
 			for _, t := range n.Resources.Taken { // by other programs
 				at.UsedBlocks = append(at.UsedBlocks, placement.Ports(t))
@@ -301,6 +314,16 @@ func NewInventory(s *state.State, usable []string) *Inventory {
 	}
 	v.addFreed(s.Freed)
 	return v
+}
+
+// modelOf names the models of a node's devices.
+func modelOf(n *state.Node) string {
+	var names []string
+	for i := range n.Resources.Models {
+		names = append(names, n.Resources.Models[i].Name)
+	}
+	slices.Sort(names)
+	return strings.Join(names, ", ")
 }
 
 // UsableNodes returns the nodes that may get ranks, in order.
@@ -380,8 +403,8 @@ func Explain(err error) string {
 // hintOf returns what the user can do about an error of placement, as one more clause; "" if there is no
 // hint.
 func hintOf(err error) string {
-	if p, ok := errors.AsType[*problem.Error](err); ok && p.Hint != "" {
-		return "; hint: " + p.Hint
+	if hint := problem.HintOf(err); hint != "" {
+		return "; hint: " + hint
 	}
 	return ""
 }

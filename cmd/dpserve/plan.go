@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -82,7 +83,7 @@ func runPlan(ctx context.Context, e *env, f *planFlags, path string) error {
 func unplacedError(p *client.Plan) error {
 	var lines []string
 	said := map[string]bool{} // all ranks of a group have the same reason
-	hint := "add nodes or slots, ask for fewer ranks, or deploy with --partial what fits"
+	hint := "add nodes or slots, or ask for fewer ranks"
 	for i := range p.Apps {
 		for _, u := range p.Apps[i].Units {
 			if u.Why == "" || said[u.Why] {
@@ -94,7 +95,7 @@ func unplacedError(p *client.Plan) error {
 		}
 	}
 	return problem.New(problem.Unplaceable, "not everything finds a place").WithDetails(lines...).
-		WithHint("%s", hint)
+		WithHint("%s; deploy --partial starts what fits", hint)
 }
 
 func planListing(p *client.Plan, file *appFile) *listing {
@@ -115,9 +116,10 @@ func planListing(p *client.Plan, file *appFile) *listing {
 	case !p.Changes:
 		l.notes = []string{"no changes"}
 	case p.Fits:
-		l.notes = slices.Concat(planSummary(p), sharedNotes(p), memoryNotes(file.apps), []string{
-			fmt.Sprintf("to do this: dpserve deploy %s --revision %d", file.name, p.Revision),
-		})
+		l.notes = slices.Concat(planSummary(p), lossNotes(p, file.apps), sharedNotes(p),
+			memoryNotes(file.apps), []string{
+				fmt.Sprintf("to do this: dpserve deploy %s --revision %d", file.name, p.Revision),
+			})
 	}
 	return l
 }
@@ -144,6 +146,44 @@ func planSummary(p *client.Plan) []string {
 	return append([]string{fmt.Sprintf("ranks: %d to start, %d to restart, %d to end, %d not touched",
 		ranks[client.EffectCreate], ranks[client.EffectRestart], ranks[client.EffectDelete],
 		ranks[client.EffectUnchanged])}, outages...)
+}
+
+// lossNotes says for each pool of the plan how many of its ranks the death of one node takes at most. All
+// ranks of a unit end together. A cluster of one node, and engines that dpserve only watches, need no note.
+func lossNotes(p *client.Plan, apps []*app.Application) []string {
+	var out []string
+	for _, a := range apps {
+		lost, all := map[string]int{}, 0 // by node
+		for i := range p.Apps {
+			for _, u := range p.Apps[i].Units {
+				if p.Apps[i].App != a.Name || u.Pool != a.Pool || u.Effect == client.EffectDelete {
+					continue
+				}
+				all += len(u.Seats)
+				for _, node := range nodesOf(u.Seats) {
+					lost[node] += len(u.Seats)
+				}
+			}
+		}
+		if len(p.Nodes) < 2 || len(lost) == 0 || a.Engine.Kind == app.KindAttach {
+			continue
+		}
+		worst := slices.MaxFunc(slices.Sorted(maps.Keys(lost)),
+			func(a, b string) int { return cmp.Compare(lost[a], lost[b]) })
+		out = append(out, fmt.Sprintf("%s: the death of one node takes at most %d of %s (%s)",
+			a.PoolName(), lost[worst], formatCount(all, "rank"), worst))
+	}
+	return out
+}
+
+// nodesOf returns the nodes of seats, each one once.
+func nodesOf(seats []client.SeatPlan) []string {
+	nodes := make([]string, 0, len(seats))
+	for _, s := range seats {
+		nodes = append(nodes, s.Node)
+	}
+	slices.Sort(nodes)
+	return slices.Compact(nodes)
 }
 
 // servingUnits returns the units that an application's answers come from: all but those of a prefill pool.

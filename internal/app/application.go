@@ -63,8 +63,9 @@ type Application struct {
 	NumGroups int `json:"num_groups" is:"an integer from 1 to 65536" unset:"num_replicas / dp_size, else 1"`
 	// what one rank takes of its node
 	Resources Resources `json:"resources"`
-	// how ranks are spread over nodes
-	PlacementGroupStrategy string `json:"placement_group_strategy" words:"strategy" default:"PACK"`
+	// how ranks are spread over nodes. Left out: `SPREAD`; `PACK` for lockstep groups, and for ranks with a
+	// share of a device
+	PlacementGroupStrategy string `json:"placement_group_strategy" words:"strategy" unset:"by coupling"`
 	// upper bound of a group's ranks on one node
 	MaxRanksPerNode int `json:"max_ranks_per_node,omitempty" is:"an integer from 1 to 1024"`
 	// policy that picks the rank of a request
@@ -391,6 +392,17 @@ func DefaultPolicy(c Coupling) string {
 		return cohorts
 	}
 	return "mex"
+}
+
+// DefaultStrategy returns the placement strategy of an application whose file names none. Independent ranks
+// are spread, so that the death of one node takes few of them. The ranks of a lockstep group end together
+// wherever they are, and talk on every step, so they are packed. Ranks with a share of a device are packed to
+// fill devices.
+func DefaultStrategy(a *Application) string {
+	if a.DataParallel.Coupling == Lockstep || a.Resources.Share() > 0 {
+		return StrategyPack
+	}
+	return StrategySpread
 }
 
 // Default returns an application with every default that does not depend on other keys. Name, model, engine

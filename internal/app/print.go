@@ -33,6 +33,9 @@ func withoutImplied(a Application) Application {
 	if a.Routing.Policy == DefaultPolicy(a.DataParallel.Coupling) {
 		a.Routing.Policy = ""
 	}
+	if a.PlacementGroupStrategy == DefaultStrategy(&a) {
+		a.PlacementGroupStrategy = ""
+	}
 	if !a.Resources.GPUsSet {
 		a.Resources.GPUs = 0
 	}

@@ -82,6 +82,9 @@ func (a *draft) check() {
 	a.settlePolicy()
 	a.settleNumbers()
 	settleResources(a)
+	if a.PlacementGroupStrategy == "" {
+		a.PlacementGroupStrategy = DefaultStrategy(&a.Application)
+	}
 	a.checkKeepalive()
 	_, err := a.Routing.NewPolicy()
 	a.judge("routing.params", err)

@@ -23,8 +23,8 @@ type side struct {
 	NumGroups int `json:"num_groups" is:"an integer from 1 to 65536" unset:"num_replicas / dp_size, else 1"`
 	// as of the application; `labels` are merged by label
 	Resources Resources `json:"resources"`
-	// of the ranks of each group of the pool
-	PlacementGroupStrategy string `json:"placement_group_strategy" words:"strategy" default:"PACK"`
+	// of the ranks of each group of the pool; left out as of an application
+	PlacementGroupStrategy string `json:"placement_group_strategy" words:"strategy" unset:"by coupling"`
 	// upper bound of a group's ranks on one node
 	MaxRanksPerNode int `json:"max_ranks_per_node,omitempty" is:"an integer from 1 to 1024"`
 	// as of the application; a pool with its own `policy` does not take over `params`
