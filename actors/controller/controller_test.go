@@ -213,10 +213,10 @@ func TestDeployIsRefusedBeforeAnythingStarts(t *testing.T) {
 		var p *problem.Error
 		require.ErrorAs(t, err, &p)
 		assert.Equal(t, problem.Unplaceable, p.Code)
-		assert.Equal(t, "place big/0: 4 of 16 ranks can be placed (PACK)", p.Message)
+		assert.Equal(t, "place big/0: 4 of 16 ranks can be placed (PACK): short of slots", p.Message)
 		assert.Equal(t, []string{
 			"need: 16 ranks of 1 slot each, PACK",
-			"node a: 4 of 8 slots free, 0 of 0 devices free, room for 4 ranks",
+			"node a: 4 of 8 slots free, 0 of 0 devices free, room for 4 ranks by its slots",
 		}, p.Details)
 		assert.Len(t, r.store.State().Apps, 1)
 

@@ -455,7 +455,7 @@ func TestDefaults(t *testing.T) {
 		Name: "demo", RoutePrefix: "/", Model: Model{ID: "m", Source: "m"},
 		Engine:       Engine{Kind: KindSim, KVEvents: "auto", StartupTimeoutS: 600, StallTimeoutS: 20},
 		DataParallel: DataParallel{DPSize: 4, Coupling: Independent}, NumReplicas: 4, NumGroups: 1,
-		PlacementGroupStrategy: "PACK",
+		PlacementGroupStrategy: "SPREAD",
 		Routing:                Routing{Policy: "mex", Preset: "documented", Identity: "text"},
 		QueueBounds:            QueueBounds{MaxQueuedRequests: 10_000},
 		Timeouts:               Timeouts{QueueS: 60, FirstTokenS: 300, BetweenTokensS: 30, KeepaliveS: 15},
