@@ -166,7 +166,7 @@ func TestLeaseTellsIngressesWhichUnitsFindNoRoom(t *testing.T) {
 	c.run(4 * time.Second)
 	want := []msg.Waiting{{
 		App: "moe", Revision: 1,
-		Reason: "place moe/2: 2 of 4 ranks can be placed (STRICT_PACK)",
+		Reason: "place moe/2: 2 of 4 ranks can be placed (STRICT_PACK): short of slots on one node",
 		Units:  map[string]uint64{"moe/2": 0},
 	}}
 	assert.Equal(t, want, c.waitingAt(t, "a"))

@@ -222,6 +222,7 @@ func TestRankChangesAreWhatAFileCouldSay(t *testing.T) {
 		a.Name, a.Model, a.NumGroups = "edge", Model{ID: "m", Source: "m"}, 1
 		a.DataParallel.Coupling = Independent
 		a.Routing.Policy = DefaultPolicy(Independent)
+		a.PlacementGroupStrategy = StrategySpread
 		a.Engine.Kind = KindAttach
 		now := map[string]int{} // address → number
 		n := rapid.IntRange(1, 5).Draw(t, "ranks")
