@@ -273,7 +273,7 @@ func followUntilDone(ctx context.Context, e *env, timeout time.Duration,
 ) error {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	scr, said := e.screen(), ""
+	scr, said, printed := e.screen(), "", printedLines{}
 	for {
 		left, over, err := look(ctx)
 		if err != nil && ctx.Err() == nil {
@@ -287,7 +287,7 @@ func followUntilDone(ctx context.Context, e *env, timeout time.Duration,
 		case left == "":
 		case scr.tty:
 			scr.showLine(left)
-		case left != said:
+		case printed.isNew(e.now(), "", "", left):
 			scr.printMessage("%s", left)
 		}
 		said = cmp.Or(left, said)

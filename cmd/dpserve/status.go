@@ -168,7 +168,7 @@ func namesOf(apps []client.AppStatus) []string {
 // watchStatus shows the status until Ctrl-C, which is no failure. It redraws a terminal; elsewhere it prints
 // a line per change, or with -o json a document per line. The last status stays on the terminal.
 func watchStatus(ctx context.Context, e *env, f *statusFlags, cluster admin, args []string) error {
-	w := &watcher{e: e, f: f, scr: e.screen(), seen: map[string]string{}}
+	w := &watcher{e: e, f: f, scr: e.screen(), printed: printedLines{}}
 	for ctx.Err() == nil {
 		apps, next, err := fetchStatus(ctx, cluster, args)
 		if err == nil {
@@ -184,10 +184,12 @@ func watchStatus(ctx context.Context, e *env, f *statusFlags, cluster admin, arg
 
 // watcher holds the state that was printed last, by name.
 type watcher struct {
-	e    *env
-	f    *statusFlags
-	scr  *screen
-	seen map[string]string
+	e   *env
+	f   *statusFlags
+	scr *screen
+
+	printed   printedLines
+	summaries string // the states of the document that was printed last
 }
 
 func (w *watcher) show(apps []client.AppStatus, next string) error {
@@ -200,10 +202,10 @@ func (w *watcher) show(apps []client.AppStatus, next string) error {
 		return w.printLines(apps, next)
 	}
 	key := summarizeStates(apps)
-	if w.seen[""] == key {
+	if w.summaries == key {
 		return nil
 	}
-	w.seen[""] = key
+	w.summaries = key
 	l := newStatusListing(w.e, w.f.choose(apps), next)
 	if format == formatJSON {
 		return writeJSONLine(w.e.io.Out, versioned{l.document})
@@ -243,37 +245,37 @@ const minRankLines = 4
 
 // printLines prints the applications and ranks whose state changed.
 func (w *watcher) printLines(apps []client.AppStatus, next string) error {
-	now := w.e.now().UTC().Format(time.RFC3339)
 	for i := range apps {
-		if err := w.printLine(now, apps[i].Name,
-			fmt.Sprintf("%s %d/%d", apps[i].Status, apps[i].Ready, apps[i].Desired)); err != nil {
+		if err := w.printLine(apps[i].Name,
+			fmt.Sprintf("%s %d/%d", apps[i].Status, apps[i].Ready, apps[i].Desired), ""); err != nil {
 			return err
 		}
 	}
 	rows := rankRows(apps)
 	reasons := reasonsOf(rows)
 	for i, r := range rows {
-		if w.f.unhealthy && r.isReady() && w.seen[r.name()] == "" {
+		if _, wasPrinted := w.printed[r.name()]; w.f.unhealthy && r.isReady() && !wasPrinted {
 			continue // it is printed when it is back
 		}
-		text := strings.TrimSpace(fmt.Sprintf("%s epoch %d %s", r.rank.Phase, r.rank.Epoch, reasons[i]))
-		if err := w.printLine(now, r.name(), text); err != nil {
+		phase := fmt.Sprintf("%s epoch %d", r.rank.Phase, r.rank.Epoch)
+		if err := w.printLine(r.name(), phase, reasons[i]); err != nil {
 			return err
 		}
 	}
 	if next == "" {
-		delete(w.seen, "next:") // the same advice is printed again if it is needed again
+		delete(w.printed, "next:") // the same advice is printed again if it is needed again
 		return nil
 	}
-	return w.printLine(now, "next:", next)
+	return w.printLine("next:", "", next)
 }
 
-func (w *watcher) printLine(now, name, text string) error {
-	if w.seen[name] == text {
+func (w *watcher) printLine(name, state, text string) error {
+	now := w.e.now()
+	if !w.printed.isNew(now, name, state, text) {
 		return nil
 	}
-	w.seen[name] = text
-	_, err := fmt.Fprintln(w.e.io.Out, now, name, text)
+	_, err := fmt.Fprintln(w.e.io.Out, now.UTC().Format(time.RFC3339), name,
+		strings.TrimSpace(state+" "+text))
 	return err
 }
 
