@@ -94,8 +94,8 @@ func TestARefusalNamesWhatIsShort(t *testing.T) {
 		{
 			"the one node of STRICT_PACK", []Node{slots("a", 8), slots("b", 2)},
 			func(g *Group) { g.Strategy, g.Held = StrictPack, map[string]int{"b": 1} },
-			"2 of 5 ranks can be placed (STRICT_PACK): short of room on the node of the group's other ranks " +
-				"and slots",
+			"2 of 5 ranks can be placed (STRICT_PACK): short of room on the node of the group's " +
+				"other ranks and slots",
 			"node a: the group's other ranks are on another node", "placement_group_strategy",
 		},
 		{

@@ -58,8 +58,10 @@ func TestSharesOfDevices(t *testing.T) {
 			"too much for a device",
 			[]Node{gpus("a", 0)},
 			[]Group{sharing("g", 1, 5000, Pack), sharing("h", 1, 6000, Pack)},
-			"place h: 0 of 1 rank can be placed (PACK): short of devices: need: 1 rank of 0.6 of a device each, PACK; " +
-				"node a: 64 of 64 slots free, 0 of 1 device free and 0.5 of shared ones, room for 0 ranks by its devices",
+			"place h: 0 of 1 rank can be placed (PACK): short of devices: " +
+				"need: 1 rank of 0.6 of a device each, PACK; " +
+				"node a: 64 of 64 slots free, 0 of 1 device free and 0.5 of shared ones, " +
+				"room for 0 ranks by its devices",
 		},
 		{
 			"applications share a device, and the fullest one with room comes first",

@@ -234,8 +234,8 @@ func (g *Group) hasRanksPlaced() bool {
 	return len(g.Keep) > 0
 }
 
-// spread deals one rank at a time to the node with the fewest ranks of the group; among equals to the one with
-// the fewest of the pool's other groups, then to the one with the most room.
+// spread deals one rank at a time to the node with the fewest ranks of the group; among equals to the one
+// with the fewest of the pool's other groups, then to the one with the most room.
 func (g *Group) spread(choices []*choice, need int) int {
 	for got := range need {
 		next := findFirst(choices, func(c *choice) bool { return c.n < c.fits }, g.compareLoad)

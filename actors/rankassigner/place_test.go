@@ -76,7 +76,8 @@ func TestPlaceSaysWhyAGroupFindsNoRoom(t *testing.T) {
 	m := wanted(application("chat", 8, app.Lockstep), 0, "a", "b")
 	grant, noRoom := Place(s, m, nil)
 	assert.Empty(t, grant.Units)
-	assert.Equal(t, map[string]string{"chat/0": "place chat/0: 4 of 8 ranks can be placed (PACK): short of slots; " +
+	assert.Equal(t, map[string]string{"chat/0": "place chat/0: 4 of 8 ranks can be placed (PACK): " +
+		"short of slots; " +
 		"need: 8 ranks of 1 slot each, PACK; " +
 		"node a: 2 of 2 slots free, 0 of 0 devices free, room for 2 ranks by its slots; " +
 		"node b: 2 of 2 slots free, 0 of 0 devices free, room for 2 ranks by its slots; " +
