@@ -4,8 +4,9 @@
 //
 // PACK takes the tightest node that takes all ranks, else as few nodes as possible in equal blocks;
 // STRICT_PACK one node; SPREAD goes rank by rank to the node with the fewest of the group, on nodes with one
-// model of devices if these have room for all; STRICT_SPREAD one rank a node. Either all ranks of a group are placed or none; no slot, device or port is used twice; ranks
-// are numbered along the nodes. The answer does not depend on the order of the nodes, and a group alone is
+// model of devices if these have room for all; STRICT_SPREAD one rank a node.
+// Either all ranks of a group are placed or none; no slot, device or port is used twice; ranks are numbered
+// along the nodes. The answer does not depend on the order of the nodes, and a group alone is
 // refused only if no placement of it exists. The devices of a rank are on one node, within a set of close
 // ones where that does not cost a rank its place. Shares of a device are integers, so that sums are exact.
 //
