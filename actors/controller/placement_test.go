@@ -98,6 +98,30 @@ func TestRG1RanksInConsecutiveBlocks(t *testing.T) {
 	}
 }
 
+// Groups of one rank go to the nodes with the fewest ranks of the application: in a plan and in the deploy,
+// and also when the application grows.
+func TestGroupsOfOneRankAreSpread(t *testing.T) {
+	c := newFleet(t, newHost("a", 16), newHost("b", 8), newHost("c", 4))
+	for _, step := range []struct {
+		groups int
+		want   []string // the node of each group
+	}{
+		{3, []string{"a", "b", "c"}},
+		{5, []string{"a", "b", "c", "a", "b"}},
+	} {
+		chat := sim("chat", 1, app.Independent)
+		chat.NumGroups, chat.NumReplicas, chat.PlacementGroupStrategy = step.groups, step.groups, "SPREAD"
+		plan := c.plan(false, chat)
+		require.True(t, plan.Fits)
+		c.deploy(chat)
+		c.renew(c.ids()...)
+		for i, node := range step.want {
+			assert.Equal(t, node+":0", c.where(fmt.Sprintf("chat/%d/0", i)))
+			assert.Equal(t, node, plan.Apps[0].Units[i].Seats[0].Node, "as planned")
+		}
+	}
+}
+
 // plan computes a plan and checks that it changed nothing.
 func (c *fleet) plan(prune bool, apps ...*app.Application) client.Plan {
 	before, _ := c.state.Encode()

@@ -130,6 +130,75 @@ to do this: dpserve deploy `+path+` --revision 7
 	assert.Equal(t, "new\nslow\ngang\ncalm\nold\n", c.stdout())
 }
 
+// A lockstep unit is lost whole with one of its nodes.
+func TestPlanSaysWhatTheDeathOfANodeTakes(t *testing.T) {
+	path := file(t, `applications:
+  - name: chat
+    model: {id: chat}
+    engine: {kind: sim}
+    num_replicas: 3
+  - name: moe
+    route_prefix: /moe
+    model: {id: moe}
+    engine: {kind: sim}
+    data_parallel: {dp_size: 3, coupling: lockstep}
+    num_groups: 2
+  - name: pd
+    route_prefix: /pd
+    model: {id: pd}
+    engine: {kind: sim}
+    disaggregation: {transfer: nixl}
+    prefill: {num_replicas: 1}
+    decode: {num_replicas: 2}
+  - name: far
+    route_prefix: /far
+    model: {id: far}
+    engine: {kind: attach, ranks: [{url: "http://127.0.0.1:8001"}, {url: "http://127.0.0.1:8002"}]}
+`)
+	unit := func(name string, effect client.Effect, nodes ...string) client.UnitPlan {
+		u := client.UnitPlan{Unit: name, Effect: effect}
+		for i, node := range nodes {
+			u.Seats = append(u.Seats, client.SeatPlan{Rank: i, Node: node})
+		}
+		return u
+	}
+	pool := func(pool string, u client.UnitPlan) client.UnitPlan {
+		u.Pool = pool
+		return u
+	}
+	plan := client.Plan{Changes: true, Fits: true, Apps: []client.AppPlan{
+		{Change: created("chat"), Units: []client.UnitPlan{
+			unit("chat/0/0", client.EffectUnchanged, "a"), unit("chat/0/1", client.EffectCreate, "b"),
+			unit("chat/0/2", client.EffectCreate, "b"), unit("chat/0/3", client.EffectDelete, "a"),
+		}},
+		{Change: created("moe"), Units: []client.UnitPlan{
+			unit("moe/0", client.EffectCreate, "a", "a", "b"), unit("moe/1", client.EffectCreate, "b", "b", "b"),
+		}},
+		{Change: created("pd"), Units: []client.UnitPlan{
+			pool("prefill", unit("pd.prefill/0/0", client.EffectCreate, "a")),
+			pool("decode", unit("pd.decode/0/0", client.EffectCreate, "a")),
+			pool("decode", unit("pd.decode/0/1", client.EffectCreate, "b")),
+		}},
+		{Change: created("far"), Units: []client.UnitPlan{unit("far/0/0", client.EffectCreate, "a")}},
+	}}
+	output := func(nodes ...client.NodePlan) string {
+		plan.Nodes = nodes
+		c := newCLI(t)
+		c.cluster.nodes.plan = plan
+		require.Zero(t, c.run([]string{"plan", path}), c.stderr())
+		return c.stdout()
+	}
+	assert.NotContains(t, output(client.NodePlan{Node: "a"}), "the death of", "there is no other node")
+	both := output(client.NodePlan{Node: "a"}, client.NodePlan{Node: "b"})
+	assert.Contains(t, both, `
+chat: the death of one node takes at most 2 of 3 ranks (b)
+moe: the death of one node takes at most 6 of 6 ranks (b)
+pd.prefill: the death of one node takes at most 1 of 1 rank (a)
+pd.decode: the death of one node takes at most 1 of 2 ranks (a)
+`)
+	assert.NotContains(t, both, "far: the death", "dpserve does not start these engines")
+}
+
 func TestPlanJSON(t *testing.T) {
 	c := newCLI(t)
 	c.cluster.nodes.plan = somePlan()
