@@ -172,7 +172,8 @@ func TestPlanSaysWhatTheDeathOfANodeTakes(t *testing.T) {
 			unit("chat/0/2", client.EffectCreate, "b"), unit("chat/0/3", client.EffectDelete, "a"),
 		}},
 		{Change: created("moe"), Units: []client.UnitPlan{
-			unit("moe/0", client.EffectCreate, "a", "a", "b"), unit("moe/1", client.EffectCreate, "b", "b", "b"),
+			unit("moe/0", client.EffectCreate, "a", "a", "b"),
+			unit("moe/1", client.EffectCreate, "b", "b", "b"),
 		}},
 		{Change: created("pd"), Units: []client.UnitPlan{
 			pool("prefill", unit("pd.prefill/0/0", client.EffectCreate, "a")),

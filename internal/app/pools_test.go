@@ -47,6 +47,8 @@ func TestTwoPools(t *testing.T) {
 	assert.Equal(t, map[string]string{"zone": "a"}, d.Resources.Labels)
 	assert.InDelta(t, 5, p.Engine.StartupTimeoutS, 0)
 	assert.InDelta(t, 600, d.Engine.StartupTimeoutS, 0)
+	assert.Equal(t, []string{StrategySpread, StrategyPack},
+		[]string{p.PlacementGroupStrategy, d.PlacementGroupStrategy}, "by the coupling of each pool")
 	assert.Equal(t, "random", p.Routing.Policy)
 	assert.Nil(t, p.Routing.Params, "the parameters are those of another policy")
 	assert.Equal(t, map[string]any{"profile": "load"}, d.Routing.Params)
