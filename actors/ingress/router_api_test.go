@@ -5,11 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
@@ -21,6 +24,7 @@ import (
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/routerapi"
 	"github.com/dpserve/dpserve/routing"
+	"github.com/dpserve/dpserve/test/memnet"
 )
 
 func policy(name string) func(*app.Application) {
@@ -57,26 +61,72 @@ func TestBestWorkerWithoutIDChangesNothing(t *testing.T) {
 	assert.Zero(t, loads[2].PrefillTokens)
 }
 
-// RP43: between equal ranks a question draws, as requests and reservations do.
+// RP43: under every policy a question without a request id, a generate call and a client's request are spread
+// over the ranks in the same way, and so are reservations.
 func TestBestWorkerDraws(t *testing.T) {
-	for _, policy := range []string{"kv", "mex", "power-of-two", "random", "scoring"} {
-		b := newDecisionRig(t, policy, nil)
-		asked, reserved := map[string]int{}, map[string]int{}
-		for i := range 60 {
-			q := &client.BestWorkerRequest{TokenIDs: []uint32{1, 2, 3}}
-			w, err := b.in.BestWorker(t.Context(), "demo", q)
-			require.NoError(t, err)
-			asked[w.Worker]++
-			q.RequestID = fmt.Sprint(i)
-			w, err = b.in.BestWorker(t.Context(), "demo", q)
-			require.NoError(t, err)
-			reserved[w.Worker]++
-			require.NoError(t, b.in.Free("demo", q.RequestID))
+	const rounds = 60
+	answer := sends(idChunk("stop", 5), doneEvent)
+	prompt := []uint32{1, 2, 3}
+	for _, name := range append(routing.Names(), "kv at a temperature") {
+		if name == "cohorts" || name == "direct" {
+			continue // the queue of a lockstep group decides, or the caller
 		}
-		assert.Len(t, asked, len(reserved), "%s: asked %v, reserved %v", policy, asked, reserved)
-		for worker, n := range asked {
-			assert.InDelta(t, reserved[worker], n, 20, "%s: asked %v, reserved %v", policy, asked, reserved)
-		}
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				g := newRig(t, options{
+					engines: []http.HandlerFunc{answer, answer, answer, answer},
+					network: &memnet.Network{},
+					app: func(a *app.Application) {
+						var isWarm bool
+						a.Routing.Policy, _, isWarm = strings.Cut(name, " ")
+						if isWarm {
+							a.Routing.Params = map[string]any{"router_temperature": 1.0}
+						}
+					},
+				})
+				ways := map[string]func(id string) string{
+					"asked": func(string) string {
+						w, err := g.in.BestWorker(t.Context(), "demo",
+							&client.BestWorkerRequest{TokenIDs: prompt})
+						require.NoError(t, err)
+						return w.Worker
+					},
+					"reserved": func(id string) string {
+						w, err := g.in.BestWorker(t.Context(), "demo",
+							&client.BestWorkerRequest{TokenIDs: prompt, RequestID: id})
+						require.NoError(t, err)
+						require.NoError(t, g.in.Free("demo", id))
+						return w.Worker
+					},
+					"generated": func(string) string {
+						parts, err := collect(g, &msg.Generate{TokenIDs: prompt})
+						require.NoError(t, err)
+						return parts[0].Worker
+					},
+					"live": func(string) string {
+						res := g.post("/v1/completions", `{"model":"demo","prompt":[1,2,3],"stream":true}`)
+						return res.header.Get("X-Dpserve-Group") + "/" + res.header.Get("X-Dpserve-Rank")
+					},
+				}
+				names := slices.Sorted(maps.Keys(ways))
+				counts := map[string]map[string]int{}
+				for i := range rounds {
+					for _, way := range names {
+						synctest.Wait() // the one before has ended everywhere
+						if counts[way] == nil {
+							counts[way] = map[string]int{}
+						}
+						counts[way][ways[way](fmt.Sprint(i))]++
+					}
+				}
+				for _, way := range names {
+					assert.Len(t, counts[way], len(counts["live"]), "%v", counts)
+					for worker, n := range counts["live"] {
+						assert.InDelta(t, n, counts[way][worker], rounds/4, "%s: %v", way, counts)
+					}
+				}
+			})
+		})
 	}
 }
 
@@ -248,15 +298,22 @@ func TestGenerate(t *testing.T) {
 	parts, err := collect(g, &msg.Generate{
 		TokenIDs: []uint32{1, 2, 3}, RequestID: "gen", Worker: "0/1",
 		Sampling: map[string]json.RawMessage{
-			"max_tokens":  json.RawMessage("4"),
+			"max_tokens": json.RawMessage("4"),
+		},
+		StopConditions: map[string]json.RawMessage{
+			"min_tokens": json.RawMessage("2"),
+			"stop":       json.RawMessage("null"),
+		},
+		SamplingOptions: map[string]json.RawMessage{
 			"temperature": json.RawMessage("0"),
+			"n":           json.RawMessage("1"),
 		},
 	})
 	require.NoError(t, err)
 	assert.Equal(t, map[string]any{
 		"model": "demo", "prompt": []any{1.0, 2.0, 3.0}, "stream": true,
 		"stream_options": map[string]any{"include_usage": true}, "return_token_ids": true,
-		"max_tokens": 4.0, "temperature": 0.0,
+		"max_tokens": 4.0, "min_tokens": 2.0, "temperature": 0.0,
 	}, body)
 	assert.Equal(t, []client.Part{
 		{TokenIDs: []uint32{5, 6}, Text: "t", Worker: "0/1", RequestID: "gen"},
@@ -317,6 +374,14 @@ func TestGenerateFails(t *testing.T) {
 		}},
 		"not json": {TokenIDs: []uint32{1}, Sampling: map[string]json.RawMessage{
 			"max_tokens": json.RawMessage("{"),
+		}},
+		"given twice": {
+			TokenIDs:       []uint32{1},
+			Sampling:       map[string]json.RawMessage{"max_tokens": json.RawMessage("3")},
+			StopConditions: map[string]json.RawMessage{"max_tokens": json.RawMessage("4")},
+		},
+		"two answers": {TokenIDs: []uint32{1}, SamplingOptions: map[string]json.RawMessage{
+			"n": json.RawMessage("2"),
 		}},
 		"request id": {TokenIDs: []uint32{1}, RequestID: "a b"},
 		"worker":     {TokenIDs: []uint32{1}, Worker: "x"},

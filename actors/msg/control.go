@@ -424,8 +424,12 @@ type LogLine struct {
 type Generate struct {
 	TokenIDs []uint32 `json:"token_ids"`
 	// members of a /v1/completions body: max_tokens, temperature, stop …
-	Sampling  map[string]json.RawMessage `json:"sampling,omitempty"`
-	RequestID string                     `json:"request_id,omitempty"`
+	Sampling map[string]json.RawMessage `json:"sampling,omitempty"`
+	// the same in two parts, as Dynamo's callers write them; members that are null count as left out
+	StopConditions  map[string]json.RawMessage `json:"stop_conditions,omitempty"`
+	SamplingOptions map[string]json.RawMessage `json:"sampling_options,omitempty"`
+
+	RequestID string `json:"request_id,omitempty"`
 	// a name that the application serves; "" = its model, no adapter
 	Model    string           `json:"model,omitempty"`
 	Worker   string           `json:"worker,omitempty"`

@@ -57,7 +57,7 @@ type reservationReply struct {
 	Status    string `json:"status"` // prefill_complete | freed
 }
 
-// tokensRequest is the body of potential_loads.
+// tokensRequest is the body of potential_loads and find_matches_for_request.
 type tokensRequest struct {
 	TokenIDs []uint32 `json:"token_ids"`
 }
@@ -81,7 +81,10 @@ func (h routerHandlers) addRoutes(g *gin.Engine) {
 	g.POST(one+"/explain", reply(h.explain))
 	g.POST(one+"/reset", reply(h.reset))
 	g.POST(one+"/best_worker", reply(h.bestWorker))
+	g.POST(one+"/best_worker_id", reply(h.bestWorker)) // Dynamo's older name
 	g.POST(one+"/potential_loads", reply(h.potentialLoads))
+	g.POST(one+"/get_potential_loads", reply(h.potentialLoads)) // Dynamo's name
+	g.POST(one+"/find_matches_for_request", reply(h.findMatches))
 	g.POST(one+"/mark_prefill_complete",
 		reply(changeReservation(h.routers.MarkPrefillComplete, "prefill_complete")))
 	g.POST(one+"/free", reply(changeReservation(h.routers.Free, "freed")))
@@ -174,6 +177,28 @@ func (h routerHandlers) potentialLoads(c *gin.Context, _ query) (int, any, error
 	}
 	loads, err := h.routers.PotentialLoads(c.Request.Context(), c.Param("app"), q.TokenIDs)
 	return http.StatusOK, gin.H{"loads": notNull(loads)}, err
+}
+
+// findMatches answers how many leading blocks of a prompt each rank holds, as Dynamo's index does.
+func (h routerHandlers) findMatches(c *gin.Context, _ query) (int, any, error) {
+	var q tokensRequest
+	if err := readRouterBody(c, &q); err != nil {
+		return 0, nil, err
+	}
+	if err := checkIDs(q.TokenIDs); err != nil {
+		return 0, nil, err
+	}
+	x, err := h.routers.Explain(c.Request.Context(), c.Param("app"), &client.Query{TokenIDs: q.TokenIDs})
+	if err != nil {
+		return 0, nil, err
+	}
+	scores := map[string]int{}
+	for i := range x.Ranks {
+		if r := &x.Ranks[i]; r.HitBlocks > 0 {
+			scores[r.Worker] = r.HitBlocks
+		}
+	}
+	return http.StatusOK, gin.H{"scores": scores, "blocks": x.Blocks, "block_size": x.BlockSize}, nil
 }
 
 // changeReservation makes a handler of a request about a reservation.

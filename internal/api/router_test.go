@@ -139,6 +139,16 @@ func TestRouterAnswers(t *testing.T) {
 		},
 		{"POST", "/potential_loads", `{"token_ids":[1]}`, `{"apiVersion":"dpserve/v1","loads":[]}`},
 		{"POST", "/potential_loads", `{}`, `{"apiVersion":"dpserve/v1","loads":[]}`},
+		{"POST", "/get_potential_loads", `{}`, `{"apiVersion":"dpserve/v1","loads":[]}`},
+		{
+			"POST", "/best_worker_id", `{"token_ids":[1]}`,
+			`{"apiVersion":"dpserve/v1","worker":"0/1","group":0,"dp_rank":0,"overlap_blocks":0,` +
+				`"hit_tokens":0,"block_size":0,"reason":"","node":"","url":"","addressing":""}`,
+		},
+		{
+			"POST", "/find_matches_for_request", `{"token_ids":[1]}`,
+			`{"apiVersion":"dpserve/v1","block_size":0,"blocks":0,"scores":{}}`,
+		},
 		{
 			"POST", "/mark_prefill_complete", `{"request_id":"r"}`,
 			`{"apiVersion":"dpserve/v1","request_id":"r","status":"prefill_complete"}`,
@@ -222,7 +232,8 @@ func TestRouterBadInput(t *testing.T) {
 		{"POST", "/generate", `{"token_ids":[1],"sampling":[]}`, 400, "sampling cannot be a JSON array"},
 		{"GET", "/generate", ``, 405, "does not take GET"},
 		{"DELETE", "", ``, 405, "does not take DELETE"},
-		{"POST", "/best_worker_id", `{}`, 404, "does not serve POST"},
+		{"POST", "/find_matches_for_request", `{}`, 400, "token_ids is empty"},
+		{"POST", "/best_worker_ids", `{}`, 404, "does not serve POST"},
 	} {
 		rec := ask(t, h, c.method, routersPath+c.path, c.body)
 		assert.Equal(t, c.status, rec.Code, "%s %s %.40s", c.method, c.path, c.body)

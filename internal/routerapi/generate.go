@@ -21,13 +21,25 @@ func CompletionBody(q *msg.Generate, model string) ([]byte, error) {
 		"model": cmp.Or(q.Model, model), "prompt": q.TokenIDs, "stream": true,
 		"stream_options": map[string]bool{"include_usage": true}, "return_token_ids": true,
 	}
-	for name, value := range q.Sampling {
-		if _, taken := own[name]; taken || name == "n" || name == "best_of" {
-			return nil, problem.New(problem.InvalidArgument, "sampling.%s is not the caller's to set",
-				name[:min(len(name), maxShown)]).
-				WithHint("generate sends one prompt of token ids and streams one answer")
+	for _, part := range []struct {
+		key     string
+		members map[string]json.RawMessage
+	}{
+		{"sampling", q.Sampling},
+		{"stop_conditions", q.StopConditions},
+		{"sampling_options", q.SamplingOptions},
+	} {
+		for name, value := range part.members {
+			if part.key != "sampling" && isLeftOut(name, value) {
+				continue
+			}
+			if _, taken := own[name]; taken || name == "n" || name == "best_of" {
+				return nil, problem.New(problem.InvalidArgument, "%s.%s is not the caller's to set, or is "+
+					"given twice", part.key, name[:min(len(name), maxShown)]).
+					WithHint("generate sends one prompt of token ids and streams one answer")
+			}
+			own[name] = value
 		}
-		own[name] = value
 	}
 	body, err := json.Marshal(own)
 	if err != nil {
@@ -35,6 +47,13 @@ func CompletionBody(q *msg.Generate, model string) ([]byte, error) {
 			"its members are those of a /v1/completions body")
 	}
 	return body, nil
+}
+
+// isLeftOut reports whether a member of Dynamo's says nothing: its callers write null for what they leave
+// out, and 1 for the number of answers.
+func isLeftOut(name string, value json.RawMessage) bool {
+	text := string(value)
+	return text == "null" || (name == "n" || name == "best_of") && text == "1"
 }
 
 // maxLine bounds a line of an engine's answer that is held here, in bytes.
