@@ -33,9 +33,9 @@ func parseTokens(tokens token.Tokens) (file *ast.File, err error) {
 
 func placeOfToken(t *token.Token) place {
 	if t == nil || t.Position == nil {
-		return place{1, 1}
+		return place{line: 1, col: 1}
 	}
-	return place{max(1, t.Position.Line), max(1, t.Position.Column)}
+	return place{line: max(1, t.Position.Line), col: max(1, t.Position.Column)}
 }
 
 // placeOf returns where n begins. For a block map the parser reports the position of its first colon.
@@ -240,8 +240,12 @@ func (s shape) String() string {
 	}[s]
 }
 
-// place is a position in the file. Lines and columns count from 1, columns in characters.
-type place struct{ line, col int }
+// place is a position in the file. Lines and columns count from 1, columns in characters. file is the name of
+// a model file that the file refers to, "" for the file itself.
+type place struct {
+	line, col int
+	file      string
+}
 
 // node is one value of the file. Aliases share nodes, so the tree is a directed graph without cycles. size
 // counts the nodes of a walk.

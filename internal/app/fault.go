@@ -102,7 +102,7 @@ func (f Faults) lines() []string {
 // there are more than maxFaults, it cuts the list and says so.
 func (f Faults) sorted() Faults {
 	slices.SortStableFunc(f, func(a, b Fault) int {
-		return cmp.Or(cmp.Compare(a.Line, b.Line), cmp.Compare(a.Col, b.Col))
+		return cmp.Or(cmp.Compare(a.File, b.File), cmp.Compare(a.Line, b.Line), cmp.Compare(a.Col, b.Col))
 	})
 	seen := map[Fault]bool{}
 	f = slices.DeleteFunc(f, func(one Fault) bool {

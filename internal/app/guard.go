@@ -55,7 +55,7 @@ type guard struct {
 
 // checkText refuses text that is too long, is not UTF-8, or has control characters. at is the position.
 func checkText(text []byte) (what string, at place) {
-	at = place{1, 1}
+	at = place{line: 1, col: 1}
 	if len(text) > MaxFileBytes {
 		return fmt.Sprintf("the file has %d bytes, the limit is %d", len(text), MaxFileBytes), at
 	}
@@ -67,7 +67,7 @@ func checkText(text []byte) (what string, at place) {
 		case r < ' ' && r != '\t' && r != '\n' && r != '\r':
 			return fmt.Sprintf("control character %U in the file", r), at
 		case r == '\n':
-			at = place{at.line + 1, 0}
+			at = place{line: at.line + 1}
 		}
 		at.col++
 		i += n
@@ -85,7 +85,7 @@ func checkTokens(tokens token.Tokens) (what string, at place) {
 		}
 		g.step(t, next)
 		if what := g.checkLimits(i); what != "" {
-			return what, place{t.Position.Line, t.Position.Column}
+			return what, place{line: t.Position.Line, col: t.Position.Column}
 		}
 	}
 	return "", place{}

@@ -1,10 +1,10 @@
 package app
 
 import (
+	"cmp"
 	"errors"
 	"reflect"
 	"slices"
-	"strconv"
 	"strings"
 
 	yaml "github.com/goccy/go-yaml"
@@ -17,15 +17,26 @@ import (
 // two: its prefill pool, then its decode pool.
 type File struct {
 	Applications []*Application `json:"applications"`
+	// Foreign is the tool for which the text was written, "" if it is dpserve's own form
+	Foreign string `json:"-"`
 }
+
+// ReadBeside reads a file that an application file names, by its path from there.
+type ReadBeside func(path string) ([]byte, error)
 
 // Parse reads text (YAML, or JSON, which is YAML) and checks every rule of a file. The error is a Faults with
 // all faults, sorted by position; then the File is nil. Warnings are about legal but surprising values and
 // come with and without faults. base has the defaults, file is the name in the faults. The result does not
-// refer to text.
+// refer to text. Parse also reads files that were written for Ray Serve LLM; those that name files of models
+// need ParseWith.
 func Parse(base Application, file string, text []byte) (*File, []Warning, error) {
+	return ParseWith(base, file, text, nil)
+}
+
+// ParseWith is Parse for a text that may name other files, which it reads by beside.
+func ParseWith(base Application, file string, text []byte, beside ReadBeside) (*File, []Warning, error) {
 	d := newDecoder(file)
-	d.base = base
+	d.base, d.beside = base, beside
 	root := d.load(text)
 	var drafts []*draft
 	for _, a := range d.read(root) {
@@ -45,7 +56,7 @@ func Parse(base Application, file string, text []byte) (*File, []Warning, error)
 	if len(d.faults) > 0 {
 		return nil, d.warnings, d.faults.sorted()
 	}
-	out := &File{}
+	out := &File{Foreign: d.foreign}
 	for _, a := range drafts {
 		checked := a.Application // a copy, so that the draft and the decoder can go
 		out.Applications = append(out.Applications, &checked)
@@ -58,13 +69,17 @@ func (d *decoder) read(root *node) []*draft {
 	switch {
 	case root == nil || root.shape == nullShape:
 		if len(d.faults) == 0 {
-			d.fault(place{1, 1}, "", Fault{
+			d.fault(place{line: 1, col: 1}, "", Fault{
 				Message: "the file holds nothing", Wanted: "applications: [...]", Hint: hintSmallest,
 			})
 		}
 		return nil
-	case d.isRay(root):
+	case d.refuseForeign(root):
 		return nil
+	case isRay(root):
+		if root = d.convertRay(root); len(d.faults) > 0 {
+			return nil
+		}
 	}
 	var top struct {
 		Applications []*draft `json:"applications"`
@@ -81,30 +96,6 @@ func (d *decoder) read(root *node) []*draft {
 		})
 	}
 	return top.Applications
-}
-
-// isRay detects a Ray Serve file by its import paths and refuses it by name, instead of with a fault for
-// every key.
-func (d *decoder) isRay(root *node) bool {
-	apps := root.get("applications")
-	if apps == nil {
-		return false
-	}
-	found := false
-	for i, a := range apps.items {
-		for _, e := range a.entries {
-			if e.key == "import_path" {
-				d.fault(e.place, join(index("applications", i), e.key), Fault{
-					Message: "this is a Ray Serve file (import_path " +
-						"" + strconv.Quote(e.value.text) + "), which this version does not read",
-					Hint: "reading Ray Serve LLM files comes with the next version; write model, engine " +
-						"and data_parallel as docs/app-yaml.md shows",
-				})
-				found = true
-			}
-		}
-	}
-	return found
 }
 
 // load parses text into a node; nil if the text has no value or is not YAML.
@@ -130,7 +121,7 @@ func (d *decoder) load(text []byte) *node {
 func (d *decoder) body(tokens token.Tokens, text []byte) ast.Node {
 	file, err := parseTokens(tokens)
 	if err != nil {
-		at, what := place{1, 1}, err.Error()
+		at, what := place{line: 1, col: 1}, err.Error()
 		if syntax, ok := errors.AsType[*yaml.SyntaxError](err); ok {
 			at, what = placeOfToken(syntax.Token), syntax.Message
 		}
@@ -171,7 +162,7 @@ func tabNear(text []byte, line int) (place, bool) {
 		}
 		content := strings.TrimLeft(lines[n-1], " ")
 		if strings.HasPrefix(content, "\t") && strings.TrimSpace(content) != "" {
-			return place{n, len(lines[n-1]) - len(content) + 1}, true
+			return place{line: n, col: len(lines[n-1]) - len(content) + 1}, true
 		}
 	}
 	return place{}, false
@@ -189,6 +180,10 @@ type decoder struct {
 	bad      map[string]bool  // paths that have a fault, so that no rule adds a second one
 	// a pool's own values are being read over those of its application, so none of them is required
 	isOverlay bool
+
+	foreign string            // see File
+	beside  ReadBeside        // nil: no other file can be read
+	origins map[string]string // of a converted file: path here → path in the file
 }
 
 func newDecoder(file string) *decoder {
@@ -207,7 +202,7 @@ func (d *decoder) keys(t reflect.Type) []key {
 
 // fault records f at a position. path may be empty.
 func (d *decoder) fault(at place, path string, f Fault) {
-	f.File, f.Line, f.Col, f.Path = d.file, at.line, at.col, path
+	f.File, f.Line, f.Col, f.Path = cmp.Or(at.file, d.file), at.line, at.col, d.pathInFile(path)
 	d.faults = append(d.faults, f)
 	if path != "" {
 		d.bad[path] = true
@@ -236,8 +231,13 @@ func (d *decoder) unlike(path, found, wanted, hint string) {
 func (d *decoder) broken(path string, f Fault) { d.fault(d.where(path), path, f) }
 
 func (d *decoder) warn(path, message, hint string) {
-	at := d.where(path)
-	w := Warning{File: d.file, Line: at.line, Col: at.col, Path: path, Message: message, Hint: hint}
+	d.warnAt(d.where(path), d.pathInFile(path), message, hint)
+}
+
+func (d *decoder) warnAt(at place, path, message, hint string) {
+	w := Warning{
+		File: cmp.Or(at.file, d.file), Line: at.line, Col: at.col, Path: path, Message: message, Hint: hint,
+	}
 	if !d.warned[w] { // both pools find what their application says
 		d.warned[w] = true
 		d.warnings = append(d.warnings, w)
@@ -250,11 +250,23 @@ func (d *decoder) where(path string) place {
 			return at
 		}
 	}
-	return place{1, 1}
+	return place{line: 1, col: 1}
 }
 
 // parentOf removes the last key or index from a path.
 func parentOf(path string) string { return path[:max(0, strings.LastIndexAny(path, ".["))] }
+
+// pathInFile returns the path in the file of a path of ours. They differ if the file was converted.
+func (d *decoder) pathInFile(path string) string {
+	for p := path; p != ""; p = parentOf(p) {
+		if was, ok := d.origins[p]; ok && strings.Contains(p, ".") {
+			return was + path[len(p):]
+		} else if ok { // what the file does not have, an application of ours makes of its parts
+			return was
+		}
+	}
+	return path
+}
 
 // isSound reports whether path was written, without a fault.
 func (d *decoder) isSound(path string) bool { return d.has(path) && d.isGood(path) }

@@ -93,21 +93,6 @@ func TestFullExampleWithoutLaterKeys(t *testing.T) {
 	assert.Len(t, a.Units(), 1)
 }
 
-func TestRayFilesAreRefusedByName(t *testing.T) {
-	t.Parallel()
-	files, err := filepath.Glob("testdata/ray/*.yaml")
-	require.NoError(t, err)
-	require.NotEmpty(t, files)
-	for _, name := range files {
-		text, err := os.ReadFile(name)
-		require.NoError(t, err)
-		lines := faultsOf(t, string(text))
-		require.Len(t, lines, 1, name)
-		assert.Contains(t, lines[0], "Ray Serve file")
-		assert.Contains(t, lines[0], "next version")
-	}
-}
-
 func TestAllFaultsAtOnceInOrder(t *testing.T) {
 	t.Parallel()
 	lines := faultsOf(t, `

@@ -285,7 +285,7 @@ func ParseRank(text []byte, family, transfer string) (AttachRank, error) {
 				"deploy its file with disaggregation: {transfer: …} first")
 		}
 	} else if len(d.faults) == 0 {
-		d.fault(place{1, 1}, path, Fault{
+		d.fault(place{line: 1, col: 1}, path, Fault{
 			Message: "nothing is given", Hint: `write {"url": "http://HOST:PORT"}`,
 		})
 	}

@@ -1,0 +1,115 @@
+package app
+
+import (
+	"flag"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+)
+
+// updateRay writes the golden files of the Ray Serve files.
+var updateRay = flag.Bool("update-ray", false, "write the golden files of testdata/ray")
+
+// parseRay parses a file of testdata with the model files beside it.
+func parseRay(t *testing.T, path string) (*File, []Warning, error) {
+	t.Helper()
+	text, err := os.ReadFile(path)
+	require.NoError(t, err)
+	return ParseWith(Default(), filepath.Base(path), text, func(name string) ([]byte, error) {
+		return os.ReadFile(filepath.Join(filepath.Dir(path), name))
+	})
+}
+
+// TestRayFilesBecomeApplications: the canonical form of every good file, and its notes.
+func TestRayFilesBecomeApplications(t *testing.T) {
+	t.Parallel()
+	paths, err := filepath.Glob("testdata/ray/*.yaml")
+	require.NoError(t, err)
+	require.Len(t, paths, 12)
+	for _, path := range paths {
+		file, warnings, err := parseRay(t, path)
+		if filepath.Base(path) == "05_dp_openai_autoscaling.yaml" {
+			require.ErrorContains(t, err, "the number of groups is fixed")
+			continue
+		}
+		require.NoError(t, err, path)
+		var b strings.Builder
+		for _, w := range warnings {
+			b.WriteString("# " + w.String() + "\n")
+			assert.Positive(t, w.Line)
+		}
+		b.Write(file.Print())
+		golden := strings.TrimSuffix(path, ".yaml") + ".golden"
+		if *updateRay {
+			require.NoError(t, os.WriteFile(golden, []byte(b.String()), 0o600))
+		}
+		want, err := os.ReadFile(golden)
+		require.NoError(t, err)
+		assert.Equal(t, string(want), b.String(), path)
+
+		again, _, err := Parse(Default(), "again", file.Print())
+		require.NoError(t, err, path)
+		assert.Equal(t, file.Applications, again.Applications, path)
+		assert.Equal(t, foreignRay, file.Foreign)
+	}
+}
+
+// TestFaultyRayFilesAreRefusedWithPosition: each file is refused at the place of its fault.
+func TestFaultyRayFilesAreRefusedWithPosition(t *testing.T) {
+	t.Parallel()
+	paths, err := filepath.Glob("testdata/ray_bad/*.yaml")
+	require.NoError(t, err)
+	require.Len(t, paths, 21)
+	var b strings.Builder
+	for _, path := range paths {
+		_, _, err := parseRay(t, path)
+		if err == nil {
+			b.WriteString(filepath.Base(path) + ": no fault\n")
+			continue
+		}
+		b.WriteString(err.Error() + "\n")
+	}
+	const golden = "testdata/ray_bad/faults.golden"
+	if *updateRay {
+		require.NoError(t, os.WriteFile(golden, []byte(b.String()), 0o600))
+	}
+	want, err := os.ReadFile(golden)
+	require.NoError(t, err)
+	assert.Equal(t, string(want), b.String())
+	assert.Equal(t, 2, strings.Count(b.String(), "no fault"), "09 and 18 are fine here")
+}
+
+func TestFilesOfOtherToolsAreNamed(t *testing.T) {
+	t.Parallel()
+	for what, text := range map[string]string{
+		"a Dynamo graph":        "apiVersion: nvidia.com/v1alpha1\nkind: DynamoGraphDeployment\nspec: {}",
+		"a RayService":          "apiVersion: ray.io/v1\nkind: RayService\n",
+		`(kind "Deployment")`:   "apiVersion: apps/v1\nkind: Deployment\n---\napiVersion: v1\nkind: Service\n",
+		"a Compose file":        "services:\n  vllm: {image: vllm/vllm-openai}\n",
+		"a LiteLLM":             "model_list:\n- model_name: m\n",
+		"an SGLang":             "model-path: m\ntensor-parallel-size: 2\n",
+		"a vLLM configuration":  "model: m\ntensor-parallel-size: 2\n",
+		"a Dynamo service conf": "Frontend: {}\nVllmWorker: {}\n",
+	} {
+		lines := faultsOf(t, text)
+		require.Len(t, lines, 1, what)
+		assert.Contains(t, lines[0], "this is ")
+		assert.Contains(t, lines[0], what)
+		assert.Contains(t, lines[0], "; hint: ")
+	}
+}
+
+func TestABareModelConfigurationIsAnApplication(t *testing.T) {
+	t.Parallel()
+	file, _, err := parseRay(t, "testdata/ray/models/llama-3.1-8b.yaml")
+	require.NoError(t, err)
+	require.Len(t, file.Applications, 1)
+	a := file.Applications[0]
+	assert.Equal(t, "llama-3-1-8b", a.Name)
+	assert.Equal(t, 2, a.NumReplicas)
+	assert.Equal(t, map[string]string{"HF_TOKEN": "hf_xxx"}, a.Engine.Env)
+}
