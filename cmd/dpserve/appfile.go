@@ -6,6 +6,7 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 
@@ -40,14 +41,32 @@ func readApps(e *env, path string) (*appFile, error) {
 
 // parseApps reads a file with the defaults of base.
 func parseApps(e *env, base app.Application, name string, text []byte) (*appFile, error) {
-	file, warnings, err := app.Parse(base, name, text)
+	file, warnings, err := app.ParseWith(base, name, text, besideOf(name))
 	for _, w := range warnings {
 		printMessage(e.io.Err, "warning: %s", w.String())
 	}
 	if err != nil {
 		return nil, err
 	}
-	return &appFile{name: name, text: text, apps: file.Applications}, nil
+	return &appFile{name: name, text: text, apps: file.Applications, changed: file.Foreign != ""}, nil
+}
+
+// besideOf returns how the model files are read that a file of Ray Serve names: paths begin at its folder.
+func besideOf(file string) app.ReadBeside {
+	return func(path string) ([]byte, error) {
+		if !filepath.IsAbs(path) {
+			path = filepath.Join(filepath.Dir(file), path)
+		}
+		f, err := os.Open(path)
+		if perr, ok := errors.AsType[*fs.PathError](err); ok {
+			err = perr.Err
+		}
+		if err != nil {
+			return nil, err
+		}
+		defer func() { _ = f.Close() }() // only read
+		return io.ReadAll(io.LimitReader(f, maxFile<<20+1))
+	}
 }
 
 func readFile(e *env, path string) ([]byte, error) {
@@ -260,7 +279,7 @@ func writeValidation(e *env, path string, output format) error {
 	if err != nil {
 		return err
 	}
-	file, warnings, err := app.Parse(app.Default(), path, text)
+	file, warnings, err := app.ParseWith(app.Default(), path, text, besideOf(path))
 	var faults app.Faults
 	if err != nil && !errors.As(err, &faults) {
 		return err

@@ -37,8 +37,8 @@ per rank, hands out the ranks, routes each request to the rank where it does the
 what dies.
 
 --addr, else DPSERVE_ADDR, names a node of the cluster that a command asks (default ` + defaultAddr + `):
-HOST, HOST:PORT, :PORT or a URL; the port of HOST is 8265. up, start, join, recover and validate ask
-none. A node keeps a token in admin.token of its data folder and wants it from whoever asks; the commands of
+HOST, HOST:PORT, :PORT or a URL; the port of HOST is 8265. up, start, join, recover, validate and convert
+ask none. A node keeps a token in admin.token of its data folder and wants it from whoever asks; the commands of
 the node's own user find it by themselves.
 
 With -o json an error is one line of JSON, the last one on stderr: {"apiVersion", "error": {"code",
@@ -78,7 +78,7 @@ func newRoot(e *env) *cobra.Command {
 	root.SetHelpTemplate(helpTemplate)
 	root.SetFlagErrorFunc(flagError)
 	root.SetHelpCommand(newHelp(root))
-	root.AddCommand(newUp(e), newServe(e), newStart(e), newJoin(e), newValidate(e), newPlan(e),
+	root.AddCommand(newUp(e), newServe(e), newStart(e), newJoin(e), newValidate(e), newConvert(e), newPlan(e),
 		newDeploy(e), newStatus(e), newRoute(e), newRouter(e), newLogs(e), newDelete(e), newRanks(e),
 		newNodes(e), newDrain(e), newRestart(e), newUndrain(e), newLeave(e), newRecover(e), newToken(e),
 		newDoctor(e), newBench(e), newVersion(e), newCompletion(e))

@@ -282,7 +282,8 @@ func (m *rayModel) writeSizes() {
 		m.note(m.sizeAt, "num_replicas = data_parallel_size is read as one group, as Ray Serve before 2.55 did",
 			"dpserve convert prints the file; write num_groups there for more")
 	} else {
-		m.note(m.sizeAt, "read as "+strconv.Itoa(groups)+" lockstep groups of "+strconv.Itoa(m.dpSize)+" ranks",
+		m.note(m.sizeAt, "read as lockstep ranks, "+strconv.Itoa(m.dpSize)+" a group; number of groups: "+
+			strconv.Itoa(groups),
 			"for a dense model write coupling: independent")
 	}
 	number(groups, "num_groups")
