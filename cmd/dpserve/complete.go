@@ -26,7 +26,8 @@ type candidates func(ctx context.Context, cluster admin, args []string) ([]cobra
 // addCompletions gives every command the words that its shell completion offers.
 func addCompletions(e *env, root *cobra.Command) {
 	byCommand := map[string]cobra.CompletionFunc{
-		"up": completeFiles, "validate": completeFiles, "convert": completeFiles, "plan": completeFiles, "deploy": completeFiles,
+		"up": completeFiles, "validate": completeFiles, "convert": completeFiles,
+		"plan": completeFiles, "deploy": completeFiles,
 		"doctor": completeFiles,
 		"status": complete(e, appNames), "delete": complete(e, appNames), "logs": complete(e, logTargets),
 		"route explain": complete(e, appNames), "router show": complete(e, appNames),

@@ -7,7 +7,7 @@ import (
 )
 
 // A file for Ray Serve LLM is converted into the tree of our own file, whose values keep their positions. The
-// rules of an application then hold for it as for any other. What a key of Ray's means here is in ray_keys.go.
+// rules of an application then hold for it as for any other. ray_keys.go says what a key means here.
 
 // foreignRay is File.Foreign of these files.
 const foreignRay = "Ray Serve"
@@ -74,7 +74,10 @@ func (f *rayFile) readApp(c cursor) {
 	f.readKeys(nil, c, rayAppKeys(), false)
 	path := c.sub("import_path")
 	if path.n == nil {
-		c.refuse(Fault{Message: "the key import_path is missing", Hint: "an application of Ray Serve has one"})
+		c.refuse(Fault{
+			Message: "the key import_path is missing",
+			Hint:    "an application of Ray Serve has one",
+		})
 		return
 	}
 	builder := path.n.text[strings.LastIndexAny(path.n.text, ":.")+1:]
@@ -100,7 +103,8 @@ func (f *rayFile) readApp(c cursor) {
 		own = append(own, rayKey{name: key, read: (*rayModel).skip})
 		if args.sub(key).n == nil {
 			args.refuse(Fault{
-				Message: "the key " + key + " is missing", Hint: builder + " reads " + strings.Join(keys, " and "),
+				Message: "the key " + key + " is missing",
+				Hint:    builder + " reads " + strings.Join(keys, " and "),
 			})
 		}
 	}
@@ -142,7 +146,10 @@ func (f *rayFile) readModels(c cursor, builder string, models []cursor) {
 				})
 			}
 		case ids[id]:
-			one.refuse(Fault{Message: "model_id " + id + " is used twice", Hint: "each model needs an id of its own"})
+			one.refuse(Fault{
+				Message: "model_id " + id + " is used twice",
+				Hint:    "each model needs an id of its own",
+			})
 		}
 		ids[id] = true
 		appName, route := name, prefix
@@ -286,7 +293,8 @@ func (f *rayFile) readKeys(m *rayModel, c cursor, keys []rayKey, isClosed bool) 
 		switch {
 		case i < 0 && isClosed:
 			f.d.fault(e.place, item.path, Fault{
-				Message: "Ray Serve has no key " + strconv.Quote(e.key) + " here", Hint: didYouMean(e.key, names),
+				Message: "Ray Serve has no key " + strconv.Quote(e.key) + " here",
+				Hint:    didYouMean(e.key, names),
 			})
 		case i < 0:
 			f.d.warnAt(e.place, item.path, "has no effect: neither Ray Serve nor dpserve knows it",

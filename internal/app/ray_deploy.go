@@ -31,7 +31,8 @@ func (m *rayModel) readDeployment() {
 	if config.sub("num_replicas").n != nil && config.sub("autoscaling_config").n != nil &&
 		config.sub("num_replicas").n.text != "auto" {
 		config.sub("num_replicas").refuse(Fault{
-			Message: "num_replicas and autoscaling_config exclude each other", Hint: "write num_replicas alone",
+			Message: "num_replicas and autoscaling_config exclude each other",
+			Hint:    "write num_replicas alone",
 		})
 		return
 	}
@@ -78,7 +79,8 @@ func (m *rayModel) readScaling(c cursor) {
 	default:
 		m.replicas = int(first)
 		if least != most {
-			m.note(c, "read as num_replicas: "+strconv.Itoa(m.replicas)+", because the number of ranks is fixed",
+			m.note(c,
+				"read as num_replicas: "+strconv.Itoa(m.replicas)+", because the number of ranks is fixed",
 				"write num_replicas instead")
 		}
 	}
@@ -255,11 +257,13 @@ func (m *rayModel) readEnv(c cursor) {
 
 func (m *rayModel) readServer(c cursor) {
 	switch class := c.n.text[strings.LastIndexAny(c.n.text, ":.")+1:]; class {
-	case "LLMServer", "DPServer", "PDDecodeServer", "PDPrefillServer", "DPPDDecodeServer", "DPPDPrefillServer":
+	case "LLMServer", "DPServer", "PDDecodeServer", "PDPrefillServer",
+		"DPPDDecodeServer", "DPPDPrefillServer":
 	default:
 		c.refuse(Fault{
-			Message: "dpserve runs no Python: found server_cls " + c.n.describe(), Wanted: "LLMServer | DPServer",
-			Hint: "leave it out",
+			Message: "dpserve runs no Python: found server_cls " + c.n.describe(),
+			Wanted:  "LLMServer | DPServer",
+			Hint:    "leave it out",
 		})
 	}
 }

@@ -64,7 +64,8 @@ func (m *rayModel) convert(name, route string) {
 	m.f.readKeys(m, m.c, rayModelKeys(), true)
 	if m.id() == "" {
 		m.c.refuse(Fault{
-			Message: "the key model_loading_config.model_id is missing", Hint: "it is what clients send as \"model\"",
+			Message: "the key model_loading_config.model_id is missing",
+			Hint:    "it is what clients send as \"model\"",
 		})
 	}
 	if m.app.get("engine").sub("kind") == nil {
@@ -211,7 +212,8 @@ func (m *rayModel) readFlag(c cursor, e entry, flag string) {
 	if engineflags.Find(engineflags.VLLM, flag) == engineflags.Unknown {
 		if meant := didYouMean(flag, engineflags.Names(engineflags.VLLM)); meant != "" {
 			m.f.d.fault(e.place, c.path, Fault{
-				Message: "unknown engine argument " + strconv.Quote(e.key), Hint: strings.ReplaceAll(meant, "-", "_"),
+				Message: "unknown engine argument " + strconv.Quote(e.key),
+				Hint:    strings.ReplaceAll(meant, "-", "_"),
 			})
 			return
 		}
@@ -225,7 +227,10 @@ func (m *rayModel) readFlag(c cursor, e entry, flag string) {
 func (m *rayModel) readTransfer(c cursor) {
 	connector := c.sub("kv_connector")
 	if connector.n == nil {
-		c.refuse(Fault{Message: "the key kv_connector is missing", Wanted: "NixlConnector | MooncakeConnector"})
+		c.refuse(Fault{
+			Message: "the key kv_connector is missing",
+			Wanted:  "NixlConnector | MooncakeConnector",
+		})
 		return
 	}
 	transfer := rayTransfers()[connector.n.text]
@@ -279,7 +284,8 @@ func (m *rayModel) writeSizes() {
 	groups := m.replicas
 	if groups == m.dpSize {
 		groups = 1
-		m.note(m.sizeAt, "num_replicas = data_parallel_size is read as one group, as Ray Serve before 2.55 did",
+		m.note(m.sizeAt,
+			"num_replicas = data_parallel_size is read as one group, as Ray Serve before 2.55 did",
 			"dpserve convert prints the file; write num_groups there for more")
 	} else {
 		m.note(m.sizeAt, "read as lockstep ranks, "+strconv.Itoa(m.dpSize)+" a group; number of groups: "+

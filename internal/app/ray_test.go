@@ -88,7 +88,7 @@ func TestFilesOfOtherToolsAreNamed(t *testing.T) {
 	for what, text := range map[string]string{
 		"a Dynamo graph":        "apiVersion: nvidia.com/v1alpha1\nkind: DynamoGraphDeployment\nspec: {}",
 		"a RayService":          "apiVersion: ray.io/v1\nkind: RayService\n",
-		`(kind "Deployment")`:   "apiVersion: apps/v1\nkind: Deployment\n---\napiVersion: v1\nkind: Service\n",
+		`(kind "Deployment")`:   "apiVersion: apps/v1\nkind: Deployment\n---\nkind: Service\n",
 		"a Compose file":        "services:\n  vllm: {image: vllm/vllm-openai}\n",
 		"a LiteLLM":             "model_list:\n- model_name: m\n",
 		"an SGLang":             "model-path: m\ntensor-parallel-size: 2\n",
