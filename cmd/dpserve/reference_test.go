@@ -61,7 +61,8 @@ func reference(t *testing.T) string {
 	var b strings.Builder
 	b.WriteString(referenceHead)
 	for _, name := range []string{
-		"up", "serve", "start", "join", "validate", "convert", "plan", "deploy", "status", "route", "route explain",
+		"up", "serve", "start", "join", "validate", "convert", "plan", "deploy", "status",
+		"route", "route explain",
 		"router", "router show", "router reset", "logs", "delete", "ranks", "ranks add", "ranks call",
 		"ranks remove", "nodes", "nodes remove", "nodes rotate-key",
 		"drain", "undrain", "restart", "leave", "recover",
