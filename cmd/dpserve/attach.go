@@ -19,9 +19,8 @@ import (
 
 // Bounds of probing the engines of --attach.
 const (
-	probeTimeout  = 10 * time.Second
-	probesAtOnce  = 8
-	maxNameLength = 63 // of a DNS label
+	probeTimeout = 10 * time.Second
+	probesAtOnce = 8
 )
 
 // attachFile probes running engines and writes an app.yaml that puts one endpoint in front of them. All
@@ -112,7 +111,7 @@ func commonModels(found []attach.Found) ([]string, error) {
 func writeAttach(family string, models []string, layout *attach.Layout, with *app.Engine) []byte {
 	var b strings.Builder
 	fmt.Fprintf(&b, "applications:\n  - name: %s\n    model:\n      id: %s\n",
-		dnsLabel(models[0], "attached"), quoteString(models[0]))
+		nameOf(models[0], "attached"), quoteString(models[0]))
 	if len(models) > 1 {
 		b.WriteString("      aliases:\n")
 		for _, m := range models[1:] {
@@ -150,20 +149,9 @@ func quoteString(s string) string {
 	return string(text)
 }
 
-// dnsLabel makes a DNS label from the last part of a model's id: lower case, with dashes. prefix comes before
-// a label that would begin with a digit, or be empty.
-func dnsLabel(model, prefix string) string {
+// nameOf makes the name of an application from the last part of a model's id. prefix comes before a name that
+// would begin with a digit, or be empty.
+func nameOf(model, prefix string) string {
 	model = strings.TrimRight(model, "/")
-	name := strings.ToLower(model[strings.LastIndexByte(model, '/')+1:])
-	name = strings.Map(func(r rune) rune {
-		if r >= 'a' && r <= 'z' || r >= '0' && r <= '9' {
-			return r
-		}
-		return '-'
-	}, name)
-	name = strings.Trim(name[:min(len(name), maxNameLength)], "-")
-	if name == "" || name[0] >= '0' && name[0] <= '9' {
-		name = prefix + "-" + name
-	}
-	return strings.Trim(name[:min(len(name), maxNameLength)], "-")
+	return app.Label(model[strings.LastIndexByte(model, '/')+1:], prefix)
 }

@@ -74,7 +74,7 @@ func (f *serveFlags) describe(args *serveArgs) (object, error) {
 		"name": f.name, "model": model, "engine": engine, "graceful_shutdown_timeout_s": f.grace,
 	}
 	if !f.set.Changed("name") {
-		doc["name"] = dnsLabel(f.id(), "model")
+		doc["name"] = nameOf(f.id(), "model")
 	}
 	if f.set.Changed("gpus-per-rank") {
 		doc["resources"] = object{"gpus": f.gpus}

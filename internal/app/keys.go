@@ -86,6 +86,22 @@ var formats = map[string]*format{
 
 const maxLabelBytes = 128
 
+// Label makes a name of an application of text: lower case, with dashes. prefix comes before a name that would
+// begin with a digit, or be empty.
+func Label(text, prefix string) string {
+	text = strings.Map(func(r rune) rune {
+		if r >= 'a' && r <= 'z' || r >= '0' && r <= '9' {
+			return r
+		}
+		return '-'
+	}, strings.ToLower(text))
+	cut := func(s string) string { return strings.Trim(s[:min(len(s), formats["label"].most)], "-") }
+	if text = cut(text); text == "" || text[0] <= '9' {
+		text = prefix + "-" + text
+	}
+	return cut(text)
+}
+
 var labelName = regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?$`)
 
 // wordLists are the lists that tags name.

@@ -156,7 +156,7 @@ func (f *rayFile) readModels(c cursor, builder string, models []cursor) {
 		if len(models) > 1 && m.side == "" {
 			appName += "-" + id
 			if prefix != "/" && i > 0 {
-				route = strings.TrimSuffix(prefix, "/") + "/" + rayLabel(id)
+				route = strings.TrimSuffix(prefix, "/") + "/" + Label(id, "model")
 				m.note(one, "this model is served under "+route+": only / is shared by several models",
 					"write route_prefix: /")
 			}
@@ -314,14 +314,3 @@ func (f *rayFile) readKeys(m *rayModel, c cursor, keys []rayKey, isClosed bool) 
 
 // sub returns the value of a key; its node is nil if the map has no such key.
 func (c cursor) sub(key string) cursor { return cursor{c.d, c.n.get(key), join(c.path, key)} }
-
-// rayLabel makes a name of ours of one of Ray's.
-func rayLabel(text string) string {
-	text = strings.Map(func(r rune) rune {
-		if r >= 'a' && r <= 'z' || r >= '0' && r <= '9' {
-			return r
-		}
-		return '-'
-	}, strings.ToLower(text))
-	return strings.Trim(text[:min(len(text), formats["label"].most)], "-")
-}

@@ -54,7 +54,7 @@ func (m *rayModel) id() string {
 // convert writes the application, or its pool.
 func (m *rayModel) convert(name, route string) {
 	name = cmp.Or(name, m.id())
-	if label := rayLabel(name); m.side != PoolDecode {
+	if label := Label(name, "app"); m.side != PoolDecode {
 		m.put(m.c, label, textShape, "name")
 		m.put(m.c, route, textShape, "route_prefix")
 		if label != name {
