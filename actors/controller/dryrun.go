@@ -90,9 +90,7 @@ func encodeSpec(pools []*app.Application) (state.AppSpec, error) {
 	if err != nil {
 		return state.AppSpec{}, problem.New(problem.Internal, "deploy %s: %w", answers.Name, err)
 	}
-	return state.AppSpec{
-		Name: answers.Name, Spec: spec, Names: answers.Model.ServedNames(), Route: answers.RoutePrefix,
-	}, nil
+	return state.AppSpec{Name: answers.Name, Spec: spec, Names: answers.Model.ServedNames()}, nil
 }
 
 // inOrder returns applications in the order of their names, which is the core's.

@@ -151,7 +151,7 @@ func TestPlanOfASpecThatCannotBeRead(t *testing.T) {
 	f := newFleet(t, newHost("a", 4))
 	f.deploy(cacheAware(app.Independent))
 	f.run(4 * time.Second)
-	put := &state.PutApps{Apps: []state.AppSpec{{Name: "chat", Spec: []byte(`[{"name": 7}]`), Route: "/"}}}
+	put := &state.PutApps{Apps: []state.AppSpec{{Name: "chat", Spec: []byte(`[{"name": 7}]`)}}}
 	_, err := f.apply(state.Command{PutApps: put})
 	require.NoError(t, err)
 	p := f.plan(false, cacheAware(app.Independent))

@@ -98,7 +98,7 @@ func TestSpecThatCannotBeReadLeavesItsUnitsAlone(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("chat", 1, app.Independent))
 	w.up("chat/0/0")
-	put := &state.PutApps{Apps: []state.AppSpec{{Name: "chat", Spec: []byte(`{"name": 7}`), Route: "/"}}}
+	put := &state.PutApps{Apps: []state.AppSpec{{Name: "chat", Spec: []byte(`{"name": 7}`)}}}
 	_, err := w.apply(state.Command{PutApps: put})
 	require.NoError(t, err)
 	w.step(TimerFired{})

@@ -609,7 +609,7 @@ func deploy(tb testing.TB, s *store, a *app.Application, revision uint64) {
 		require.NoError(tb, err)
 		st.Apps[a.Name] = &state.App{
 			Name: a.Name, Revision: revision, Spec: raw,
-			Names: a.Model.ServedNames(), Route: a.RoutePrefix,
+			Names: a.Model.ServedNames(),
 		}
 		for _, u := range a.Units() {
 			st.Units[u.ID] = &state.Unit{

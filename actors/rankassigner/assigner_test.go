@@ -118,7 +118,7 @@ func (r *rig) deploy(name string, dp int, coupling app.Coupling) {
 	spec, err := json.Marshal([]*app.Application{application(name, dp, coupling)})
 	require.NoError(r.t, err)
 	_, err = r.store.Propose(r.t.Context(),
-		state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: name, Spec: spec, Route: "/"}}}})
+		state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{Name: name, Spec: spec}}}})
 	require.NoError(r.t, err)
 }
 

@@ -20,7 +20,7 @@ func newState(t *testing.T, nodes []state.Node, apps ...string) *state.State {
 	}
 	for _, name := range apps {
 		apply(t, s, state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{
-			Name: name, Spec: []byte("{}"), Route: "/" + name,
+			Name: name, Spec: []byte("{}"),
 		}}}})
 	}
 	return s

@@ -48,8 +48,7 @@ const (
 type Application struct {
 	// DNS label, unique; names the application in commands, metrics and headers
 	Name string `json:"name" is:"label" need:"name the application, for example demo"`
-	// path before `/v1/…`; `/` may be shared, the `model` field of a request picks the application there;
-	// other prefixes are unique
+	// path before `/v1/…`; where applications share it, the `model` field of a request picks one
 	RoutePrefix string `json:"route_prefix" is:"path" default:"/"`
 	// name that clients send and what engines load
 	Model Model `json:"model" need:"write model: {id: NAME}"`

@@ -86,8 +86,8 @@ var formats = map[string]*format{
 
 const maxLabelBytes = 128
 
-// Label makes a name of an application of text: lower case, with dashes. prefix comes before a name that would
-// begin with a digit, or be empty.
+// Label makes the name of an application from text: lower case, with dashes. prefix comes before a name that
+// would begin with a digit, or be empty.
 func Label(text, prefix string) string {
 	text = strings.Map(func(r rune) rune {
 		if r >= 'a' && r <= 'z' || r >= '0' && r <= '9' {

@@ -49,7 +49,7 @@ func ParseWith(base Application, file string, text []byte, beside ReadBeside) (*
 		}
 		drafts = append(drafts, pools...)
 	}
-	by := claims{taken{}, taken{}, taken{}, taken{}}
+	by := claims{taken{}, taken{}, taken{}}
 	for _, a := range drafts {
 		a.claim(by)
 	}

@@ -152,19 +152,14 @@ func (f *rayFile) readModels(c cursor, builder string, models []cursor) {
 			})
 		}
 		ids[id] = true
-		appName, route := name, prefix
+		appName := name
 		if len(models) > 1 && m.side == "" {
 			appName += "-" + id
-			if prefix != "/" && i > 0 {
-				route = strings.TrimSuffix(prefix, "/") + "/" + Label(id, "model")
-				m.note(one, "this model is served under "+route+": only / is shared by several models",
-					"write route_prefix: /")
-			}
 		}
 		if first == nil {
 			first = m
 		}
-		m.convert(appName, route)
+		m.convert(appName, prefix)
 		if m.side != PoolDecode {
 			f.finish(m)
 		}

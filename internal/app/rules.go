@@ -121,7 +121,7 @@ func (a *draft) judge(key string, err error) {
 }
 
 // claims are what applications must not share.
-type claims struct{ names, routes, models, servers taken }
+type claims struct{ names, models, servers taken }
 
 // claim refuses names and addresses that an earlier application has. A prefill pool has no names of its own.
 func (a *draft) claim(by claims) {
@@ -130,9 +130,6 @@ func (a *draft) claim(by claims) {
 		return
 	}
 	a.d.claim(by.names, a.at("name"), "application name", a.Name)
-	if a.RoutePrefix != "/" {
-		a.d.claim(by.routes, a.at("route_prefix"), "route prefix", a.RoutePrefix)
-	}
 	a.d.claim(by.models, a.at("model.id"), "model name", a.Model.ID)
 	for i, alias := range a.Model.Aliases {
 		a.d.claim(by.models, index(a.at("model.aliases"), i), "model name", alias)

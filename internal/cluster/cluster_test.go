@@ -72,7 +72,7 @@ func open(t testing.TB, cfg cluster.Config) *cluster.Cluster {
 func putApp(name, spec string) state.Command {
 	return state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{
 		Name: name, Spec: json.RawMessage(fmt.Sprintf(`{"name":%q,"v":%q}`, name, spec)),
-		Names: []string{name}, Route: "/",
+		Names: []string{name},
 	}}}}
 }
 

@@ -108,7 +108,7 @@ func TestSnapshotThatHangsEndsTheRun(t *testing.T) {
 func TestSnapshotHoldsWhatThisRunHasApplied(t *testing.T) {
 	entry := func(index uint64, name string) *raft.Log {
 		data, err := state.EncodeCommand(&state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{
-			{Name: name, Spec: []byte(`{}`), Names: []string{name}, Route: "/" + name},
+			{Name: name, Spec: []byte(`{}`), Names: []string{name}},
 		}}})
 		require.NoError(t, err)
 		return &raft.Log{Index: index, Type: raft.LogCommand, Data: data}

@@ -293,7 +293,6 @@ func TestProposalsOfFollowers(t *testing.T) {
 		a := w.nodes["a"]
 		put := state.Command{PutApps: &state.PutApps{Apps: []state.AppSpec{{
 			Name: "chat", Spec: []byte(`{}`),
-			Route: "/",
 		}}, Expect: map[string]uint64{"chat": 0}}}
 		_, err := a.client.Propose(t.Context(), put)
 		require.ErrorIs(t, err, cluster.ErrNotLeader)

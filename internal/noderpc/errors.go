@@ -51,7 +51,6 @@ func sentinels() []sentinel {
 		{"stale_epoch", state.ErrStaleEpoch},
 		{"wrong_phase", state.ErrWrongPhase},
 		{"name_taken", state.ErrNameTaken},
-		{"route_taken", state.ErrRouteTaken},
 		{"deleting", state.ErrDeleting},
 		{"not_deleting", state.ErrNotDeleting},
 		{"units_left", state.ErrUnitsLeft},

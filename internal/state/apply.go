@@ -175,9 +175,6 @@ func (s Secrets) fillMissing(by Secrets) Secrets {
 	return s
 }
 
-// rootRoute may be shared by all applications; the ingress then picks the application by the request's model.
-const rootRoute = "/"
-
 // putApps changes a copy of the app table and stores the copy when no part of the command was refused.
 func (s *State) putApps(c *PutApps) (Result, error) {
 	next := maps.Clone(s.Apps)
@@ -232,7 +229,7 @@ func (s *State) putApp(next map[string]*App, spec *AppSpec, expect map[string]ui
 	}
 	a := &App{
 		Name: spec.Name, Revision: s.lastRevision(spec.Name) + 1, ChangedAt: s.Revision + 1,
-		Spec: canonical, Names: slices.Clone(spec.Names), Route: spec.Route,
+		Spec: canonical, Names: slices.Clone(spec.Names),
 	}
 	if old != nil {
 		a.Revision = old.Revision + 1
@@ -292,10 +289,10 @@ func markDeleting(a *App) *App {
 	return &d
 }
 
-// checkNames refuses a model name, or a route other than "/", that two applications share. Applications that
-// are being deleted do not count.
+// checkNames refuses a model name that two applications share. Applications that are being deleted do not
+// count.
 func checkNames(apps map[string]*App) error {
-	names, routes := map[string]string{}, map[string]string{}
+	names := map[string]string{}
 	for _, name := range slices.Sorted(maps.Keys(apps)) {
 		a := apps[name]
 		if a.Deleting {
@@ -310,13 +307,6 @@ func checkNames(apps map[string]*App) error {
 			}
 			names[n] = name
 		}
-		if other, taken := routes[a.Route]; taken && a.Route != rootRoute {
-			return problem.New(problem.Conflict,
-				"put apps: %w: applications %q and %q both have route_prefix %s", ErrRouteTaken,
-				other, name, a.Route).
-				WithHint("give one of them another route_prefix; only / may be shared")
-		}
-		routes[a.Route] = name
 	}
 	return nil
 }

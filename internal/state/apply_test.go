@@ -53,7 +53,6 @@ func spec(name, content string, names ...string) AppSpec {
 	}
 	return AppSpec{
 		Name: name, Spec: json.RawMessage(fmt.Sprintf("[{%q: %q}]", "v", content)), Names: names,
-		Route: "/",
 	}
 }
 
@@ -111,11 +110,6 @@ func TestPutAppsRefusals(t *testing.T) {
 	err := m.refused(put(spec("y", "1", "qwen", "l")), ErrNameTaken, problem.Conflict)
 	require.EqualError(t, err,
 		`put apps: model name taken: applications "x" and "y" both serve the model "l"`)
-	route := spec("z", "1")
-	route.Route = "/z"
-	m.must(put(route))
-	route.Name, route.Names = "w", []string{"w"}
-	m.refused(put(route), ErrRouteTaken, problem.Conflict)
 	m.refused(put(spec("q", "1"), spec("q", "2")), ErrBadCommand, problem.InvalidArgument)
 	m.must(Command{DeleteApp: &DeleteApp{Name: "x"}})
 	err = m.refused(put(spec("x", "2")), ErrDeleting, problem.Conflict)

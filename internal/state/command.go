@@ -53,7 +53,6 @@ type AppSpec struct {
 	Name  string          `json:"name"`
 	Spec  json.RawMessage `json:"spec"` // as in App
 	Names []string        `json:"names"`
-	Route string          `json:"route"`
 }
 
 // PutApps creates or replaces the apps that it lists. Other apps stay unless Prune is set. An app whose Spec

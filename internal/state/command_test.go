@@ -131,7 +131,7 @@ func TestApplicationIsReadOncePerRevision(t *testing.T) {
 	s := New()
 	put := func(spec string) *App {
 		_, err := s.Apply(s.Index+1, &Command{PutApps: &PutApps{Apps: []AppSpec{
-			{Name: "a", Spec: []byte(spec), Names: []string{"m"}, Route: "/"},
+			{Name: "a", Spec: []byte(spec), Names: []string{"m"}},
 		}}})
 		require.NoError(t, err)
 		return s.Apps["a"]

@@ -20,7 +20,6 @@ var (
 	ErrStaleEpoch     = errors.New("stale epoch")
 	ErrWrongPhase     = errors.New("not possible in this phase")
 	ErrNameTaken      = errors.New("model name taken")
-	ErrRouteTaken     = errors.New("route prefix taken")
 	ErrDeleting       = errors.New("application is being deleted")
 	ErrNotDeleting    = errors.New("application is not being deleted")
 	ErrUnitsLeft      = errors.New("units are left")

@@ -49,7 +49,6 @@ type App struct {
 	ChangedAt uint64          `json:"changed_at"` // State.Revision of its last change
 	Spec      json.RawMessage `json:"spec"`       // its pools: []app.Application as JSON
 	Names     []string        `json:"names"`      // every model name clients may send; unique over all apps
-	Route     string          `json:"route"`      // route prefix
 	Deleting  bool            `json:"deleting,omitempty"`
 
 	pools []*app.Application // Spec; nil: not decoded, or unreadable

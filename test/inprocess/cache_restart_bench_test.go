@@ -118,7 +118,6 @@ func newRestartNode(b *testing.B, log *slog.Logger) *restartNode {
 	}
 	st.Apps[a.Name] = &state.App{
 		Name: a.Name, Revision: 1, Spec: spec, Names: a.Model.ServedNames(),
-		Route: a.RoutePrefix,
 	}
 	n := &restartNode{hub: msg.NewHub(), store: stateOf{st}}
 	system := inbox.NewSystem(log)
