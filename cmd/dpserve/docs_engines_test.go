@@ -1,6 +1,8 @@
 package main
 
 import (
+	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -11,6 +13,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/test/harness"
 )
 
 // runOperationsPage types the commands of docs/operations.md on one node.
@@ -18,6 +21,26 @@ func runOperationsPage(t *testing.T, blocks []block) {
 	t.Helper()
 	m := &machines{dir: t.TempDir(), fixed: true}
 	m.typeBlocks(t, blocks, map[string]string{"app.yaml": readPage(t, "examples/quickstart/app.yaml")})
+}
+
+// runComingFromPage types the commands of docs/coming-from.md on one node, and compares the file that convert
+// prints with the page.
+func runComingFromPage(t *testing.T, blocks []block) {
+	t.Helper()
+	var foreign, own string
+	for _, b := range blocksOf(t, "docs/coming-from.md") {
+		switch {
+		case b.language == "text" && strings.HasPrefix(b.text, "applications:"):
+			foreign = b.text
+		case b.language == "yaml":
+			own = b.text
+		}
+	}
+	m := &machines{dir: harness.DataDir(t)}
+	m.typeBlocks(t, blocks, map[string]string{"llm.yaml": foreign})
+	converted, err := os.ReadFile(filepath.Join(m.dir, "app.yaml"))
+	require.NoError(t, err)
+	assert.Equal(t, own, string(converted))
 }
 
 // TestRealEnginesPageShowsWhatIsStarted: a command line on docs/real-engines.md is what dpserve renders for

@@ -25,6 +25,7 @@ var pageRuns = map[string]func(*testing.T, []block){
 	"README.md":              runREADME,
 	"docs/api.md":            runAPIPage,
 	"docs/cluster.md":        runClusterPage,
+	"docs/coming-from.md":    runComingFromPage,
 	"docs/lockstep.md":       runLockstepPage,
 	"docs/operations.md":     runOperationsPage,
 	"docs/prefill-decode.md": runPairsPage,
@@ -234,6 +235,7 @@ func TestHelpExamples(t *testing.T) {
 		for l := range strings.Lines(cmd.Example) {
 			text, _, _ := strings.Cut(l, "#")
 			text, _, _ = strings.Cut(text, "&&")
+			text, _, _ = strings.Cut(text, " > ")
 			_, text, ok := strings.Cut(strings.NewReplacer("<(", "", ")", "").Replace(text), "dpserve ")
 			require.True(t, ok, "%q of help %s does not call dpserve", l, cmd.Name())
 			again := newRoot(newCLI(t).env)
@@ -258,7 +260,7 @@ func TestFilesOfThePagesAreValid(t *testing.T) {
 			}
 			found++
 			text := b.text
-			if !strings.HasPrefix(text, "applications:") {
+			if !strings.Contains("\n"+text, "\napplications:") {
 				text = head + "    " + strings.ReplaceAll(strings.TrimSpace(text), "\n", "\n    ") + "\n"
 			}
 			_, warnings, err := app.Parse(app.Default(), page, []byte(text))
