@@ -299,7 +299,8 @@ func (m *rayModel) readRouter(c cursor) {
 		}},
 		{name: "request_routing_stats_period_s", unused: "ranks report their load as it changes"},
 		{name: "request_routing_stats_timeout_s", unused: "ranks report their load as it changes"},
-		{name: "initial_backoff_s", unused: waits}, {name: "backoff_multiplier", unused: waits},
+		{name: "initial_backoff_s", unused: waits},
+		{name: "backoff_multiplier", unused: waits},
 		{name: "max_backoff_s", unused: waits},
 	}, false)
 }

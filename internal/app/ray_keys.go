@@ -16,7 +16,8 @@ func rayFileKeys() []rayKey {
 	return []rayKey{
 		{name: "applications", read: (*rayModel).skip},
 		{name: "proxy_location", unused: "every node has an endpoint"},
-		{name: "http_options", unused: node}, {name: "grpc_options", unused: "dpserve has no gRPC endpoint"},
+		{name: "http_options", unused: node},
+		{name: "grpc_options", unused: "dpserve has no gRPC endpoint"},
 		{name: "controller_options", unused: "there is no controller process"},
 		{name: "logging_config", unused: "logs are set on the node"},
 		{name: "tracing_config", unused: "traces are set on the node"},
@@ -27,10 +28,14 @@ func rayFileKeys() []rayKey {
 // rayAppKeys are the keys of an application.
 func rayAppKeys() []rayKey {
 	return []rayKey{
-		{name: "name", read: (*rayModel).skip}, {name: "import_path", read: (*rayModel).skip},
-		{name: "args", read: (*rayModel).skip}, {name: "deployments", read: (*rayModel).skip},
-		{name: "runtime_env", read: (*rayModel).skip}, {name: "route_prefix", read: (*rayModel).skip},
-		{name: "host", unused: "it is set on the node"}, {name: "port", unused: "it is set on the node"},
+		{name: "name", read: (*rayModel).skip},
+		{name: "import_path", read: (*rayModel).skip},
+		{name: "args", read: (*rayModel).skip},
+		{name: "deployments", read: (*rayModel).skip},
+		{name: "runtime_env", read: (*rayModel).skip},
+		{name: "route_prefix", read: (*rayModel).skip},
+		{name: "host", unused: "it is set on the node"},
+		{name: "port", unused: "it is set on the node"},
 		{name: "autoscaling_policy", unused: "the number of ranks is fixed"},
 		{name: "logging_config", unused: "logs are set on the node"},
 		{name: "external_scaler_enabled", unused: "the number of ranks is fixed"},
@@ -41,7 +46,8 @@ func rayAppKeys() []rayKey {
 func rayArgKeys() []rayKey {
 	const ingress = "the endpoint of each node is the ingress, without a size of its own"
 	return []rayKey{
-		{name: "ingress_deployment_config", unused: ingress}, {name: "ingress_cls_config", unused: ingress},
+		{name: "ingress_deployment_config", unused: ingress},
+		{name: "ingress_cls_config", unused: ingress},
 		{
 			name: "proxy_deployment_config", wrong: "Ray Serve has no proxy_deployment_config any more",
 			hint: "leave it out: " + ingress,
@@ -96,7 +102,8 @@ func rayDeploymentKeys() []rayKey {
 		{name: "request_router_config", read: (*rayModel).readRouter},
 		{name: "user_config", unused: "dpserve runs no Python"},
 		{name: "logging_config", unused: "logs are set on the node"},
-		{name: "rolling_update_percentage", unused: steps}, {name: "max_surge_percent", unused: steps},
+		{name: "rolling_update_percentage", unused: steps},
+		{name: "max_surge_percent", unused: steps},
 		{name: "backpressure_config", unused: "a full queue answers 503 with Retry-After"},
 		{name: "gang_scheduling_config", unused: "the ranks of a group start and restart as one"},
 		{name: "deployment_actors", unused: "dpserve runs no Python"},
@@ -119,8 +126,10 @@ func rayExperimentalKeys() []rayKey {
 		{name: "stream_batching_interval_ms", unused: "tokens are passed on as they come"},
 		{name: "pd_tokenize_once", unused: "the decode engine reads the prompt itself"},
 		{name: "_prewarm_prefill_decode", unused: "engines shake hands at the first request"},
-		{name: "NIXL_SIDE_CHANNEL_PORT_BASE", unused: port}, {name: "MORI_HANDSHAKE_PORT_BASE", unused: port},
-		{name: "MORI_NOTIFY_PORT_BASE", unused: port}, {name: "KV_EVENTS_PORT_BASE", unused: port},
+		{name: "NIXL_SIDE_CHANNEL_PORT_BASE", unused: port},
+		{name: "MORI_HANDSHAKE_PORT_BASE", unused: port},
+		{name: "MORI_NOTIFY_PORT_BASE", unused: port},
+		{name: "KV_EVENTS_PORT_BASE", unused: port},
 		{name: "KV_TOKEN_PORT_BASE", unused: port},
 		{name: "KV_INDEXER_THREADS", unused: "the index has no threads of its own"},
 	}
