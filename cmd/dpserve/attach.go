@@ -4,11 +4,13 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"net"
 	"net/url"
 	"slices"
 	"strings"
 	"time"
 
+	"github.com/spf13/pflag"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/dpserve/dpserve/internal/app"
@@ -23,17 +25,88 @@ const (
 	probesAtOnce = 8
 )
 
+// attachFlags say which running engines up puts its endpoint in front of, and how they are reached.
+type attachFlags struct {
+	attach          []string
+	prefill, decode []string
+	access          app.Engine // the key and the CA
+	ca              string     // of access
+}
+
+func (f *attachFlags) add(flags *pflag.FlagSet) {
+	flags.StringSliceVar(&f.attach, "attach", nil,
+		"`URL`s of engines that already run, instead of FILE: http://HOST:PORT or HOST:PORT")
+	flags.StringArrayVar(&f.prefill, "prefill", nil, "`URL` of an engine that only computes prompts, with "+
+		"its bootstrap port if its transfer has one: URL or URL,PORT; repeatable")
+	flags.StringArrayVar(&f.decode, "decode", nil, "`URL` of an engine that answers; repeatable")
+	flags.StringVar(&f.access.APIKeyEnv, "engine-api-key-env", "",
+		"environment `variable` with the API key that the engines of --attach ask for")
+	flags.StringVar(&f.access.APIKeyFile, "engine-api-key-file", "", "`file` with that key instead")
+	flags.StringVar(&f.ca, "engine-ca", "", "`file` with the CA of engines of --attach over https")
+}
+
+// isAttach reports whether the command line names engines.
+func (f *attachFlags) isAttach() bool { return len(f.attach) > 0 || f.hasRoles() }
+
+func (f *attachFlags) hasRoles() bool { return len(f.prefill) > 0 || len(f.decode) > 0 }
+
+// noBootstrap stands for the port of an engine that has none.
+const noBootstrap = "none"
+
+// attached is an engine of the command line.
+type attached struct {
+	url, role, bootstrap string
+}
+
+// list returns the engines of the command line.
+func (f *attachFlags) list() ([]attached, error) {
+	var out []attached
+	for _, side := range []struct {
+		flag, role string
+		texts      []string
+	}{
+		{"--attach", "", f.attach},
+		{"--prefill", app.RolePrefill, f.prefill},
+		{"--decode", app.RoleDecode, f.decode},
+	} {
+		for _, text := range side.texts {
+			text, port, hasPort := strings.Cut(text, ",")
+			for _, word := range strings.Fields(text) {
+				u, err := engineURL("up", side.flag, word)
+				if err != nil {
+					return nil, err
+				}
+				engine := attached{url: u, role: side.role}
+				if at, _ := url.Parse(u); hasPort && !strings.EqualFold(port, noBootstrap) {
+					engine.bootstrap = "http://" + net.JoinHostPort(at.Hostname(), port)
+				}
+				out = append(out, engine)
+			}
+		}
+	}
+	if len(out) == 0 {
+		return nil, usageError("up", "--attach wants URL[,URL...]")
+	}
+	return out, nil
+}
+
 // attachFile probes running engines and writes an app.yaml that puts one endpoint in front of them. All
 // engines must serve the first engine's model; other names that all of them serve become aliases. note says
 // what else the engines tell of themselves; "" = nothing.
-func attachFile(ctx context.Context, urls []string, with app.Engine) (text []byte, note string, err error) {
-	engines := make([]string, len(urls))
-	for i, u := range urls {
-		if engines[i], err = engineURL("up", "--attach", u); err != nil {
-			return nil, "", err
-		}
+func attachFile(ctx context.Context, f *attachFlags) (text []byte, note string, err error) {
+	engines, err := f.list()
+	if err != nil {
+		return nil, "", err
 	}
-	found, err := probeAll(ctx, engines, with)
+	with := f.access
+	if f.ca != "" {
+		with.TLS = &app.EngineTLS{CA: f.ca}
+	}
+	var urls []string
+	for _, one := range engines {
+		urls = append(urls, one.url)
+	}
+	found, err := probeAll(ctx, urls, with)
 	if err != nil {
 		return nil, "", err
 	}
@@ -43,7 +116,7 @@ func attachFile(ctx context.Context, urls []string, with app.Engine) (text []byt
 	}
 	family := commonFamily(found)
 	layout := attach.Arrange(family, found)
-	return writeAttach(family, names, &layout, &with), layout.Note, nil
+	return writeAttach(family, names, &layout, engines, &with), layout.Note, nil
 }
 
 // commonFamily is the family of the engines. Engines of several families share only the API.
@@ -60,10 +133,13 @@ func commonFamily(found []attach.Found) string {
 // engine's routes begin with. It accepts a trailing /v1, because OpenAI clients use such base URLs.
 func engineURL(cmd, what, text string) (string, error) {
 	s := strings.TrimSuffix(strings.TrimSuffix(strings.TrimRight(strings.TrimSpace(text), "/"), "/v1"), "/")
+	if _, _, err := net.SplitHostPort(s); err == nil && !strings.Contains(s, "/") {
+		s = "http://" + s
+	}
 	u, err := url.Parse(s)
 	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" ||
 		u.RawQuery != "" || u.User != nil {
-		return "", usageError(cmd, "%s %q: wanted http://HOST:PORT", what, text)
+		return "", usageError(cmd, "%s %q: wanted HOST:PORT or http://HOST:PORT", what, text)
 	}
 	return s, nil
 }
@@ -108,7 +184,8 @@ func commonModels(found []attach.Found) ([]string, error) {
 }
 
 // writeAttach writes the shortest app.yaml for the engines.
-func writeAttach(family string, models []string, layout *attach.Layout, with *app.Engine) []byte {
+func writeAttach(family string, models []string, layout *attach.Layout, engines []attached, with *app.Engine,
+) []byte {
 	var b strings.Builder
 	fmt.Fprintf(&b, "applications:\n  - name: %s\n    model:\n      id: %s\n",
 		nameOf(models[0], "attached"), quoteString(models[0]))
@@ -118,7 +195,8 @@ func writeAttach(family string, models []string, layout *attach.Layout, with *ap
 			fmt.Fprintf(&b, "        - %s\n", quoteString(m))
 		}
 	}
-	if layout.IsLockstep {
+	hasRoles := slices.ContainsFunc(engines, func(e attached) bool { return e.role != "" })
+	if layout.IsLockstep && !hasRoles {
 		fmt.Fprintf(&b, "    data_parallel:\n      dp_size: %d\n      coupling: %s\n", len(layout.Ranks),
 			app.Lockstep)
 	}
@@ -138,6 +216,13 @@ func writeAttach(family string, models []string, layout *attach.Layout, with *ap
 		if r.Selector >= 0 {
 			fmt.Fprintf(&b, "          addressing: %s\n          selector: %d\n", app.AddressHeader,
 				r.Selector)
+		}
+		e := engines[slices.IndexFunc(engines, func(e attached) bool { return e.url == r.URL })]
+		if e.role != "" {
+			fmt.Fprintf(&b, "          role: %s\n", e.role)
+		}
+		if e.bootstrap != "" {
+			fmt.Fprintf(&b, "          pd:\n            bootstrap: %s\n", quoteString(e.bootstrap))
 		}
 	}
 	return []byte(b.String())

@@ -12,6 +12,7 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/server"
+	"github.com/dpserve/dpserve/routing"
 )
 
 // Bounds of a completion. A shell waits for it, and shows no list that is longer.
@@ -39,6 +40,7 @@ func addCompletions(e *env, root *cobra.Command) {
 	}
 	byFlag := map[string][]cobra.Completion{
 		"engine": {engineSim}, "roles": server.AllRoles(), "on-lease-loss": {"serve", "fence"},
+		"policy": routing.Names(), "identity": {app.IdentityText, app.IdentityTokens},
 		"log-format": {"text", "json"}, "log-level": {"debug", "info", "warn", "error"},
 	}
 	for cmd := range allCommands(root) {

@@ -112,7 +112,9 @@ func TestCompletionOfFlagsIsPlain(t *testing.T) {
 		out := strings.Join(completed(t, c, append(strings.Fields(commandName(cmd)), "--")...), "\n")
 		assert.NotContains(t, out, "`", commandName(cmd))
 		cmd.LocalFlags().VisitAll(func(f *pflag.Flag) {
-			assert.Contains(t, out, "--"+f.Name, commandName(cmd))
+			if !f.Hidden {
+				assert.Contains(t, out, "--"+f.Name, commandName(cmd))
+			}
 		})
 	}
 }

@@ -212,7 +212,7 @@ func parseCommandLine(t *testing.T, line string) error {
 	t.Helper()
 	args := strings.Fields(strings.NewReplacer("[", "", "]", "").Replace(line))[1:]
 	root := newRoot(newCLI(t).env)
-	found, rest, err := root.Find(arrangeServe(root, args))
+	found, rest, err := root.Find(arrange(root, args))
 	if err == nil && found == root && len(rest) > 0 {
 		err = unknownCommand(root, rest[0])
 	}
@@ -239,7 +239,7 @@ func TestHelpExamples(t *testing.T) {
 			_, text, ok := strings.Cut(strings.NewReplacer("<(", "", ")", "").Replace(text), "dpserve ")
 			require.True(t, ok, "%q of help %s does not call dpserve", l, cmd.Name())
 			again := newRoot(newCLI(t).env)
-			found, rest, err := again.Find(arrangeServe(again, strings.Fields(text)))
+			found, rest, err := again.Find(arrange(again, strings.Fields(text)))
 			require.NoError(t, err, text)
 			require.NoError(t, found.ParseFlags(rest), text)
 			if found.Args != nil {

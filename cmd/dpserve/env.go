@@ -50,7 +50,7 @@ func (e *env) run(args []string) int {
 	defer cancel()
 	defer e.closeScreen()
 	root := newRoot(e)
-	root.SetArgs(arrangeServe(root, args))
+	root.SetArgs(arrange(root, args))
 	root.SetIn(e.io.In)
 	root.SetOut(e.io.Out)
 	root.SetErr(e.io.Err)

@@ -93,7 +93,7 @@ func TestRanksUsage(t *testing.T) {
 			"help ranks`",
 		"ranks add edge": "ranks add wants URL\nhint: see `dpserve help " +
 			"ranks add`",
-		"ranks add edge h:1":                            `URL "h:1": wanted http://HOST:PORT`,
+		"ranks add edge h":                              `URL "h": wanted HOST:PORT or http://HOST:PORT`,
 		"ranks add edge http://h:1 --selektor 1":        "did you mean --selector?",
 		"ranks add edge http://h:1 --wait --timeout 0s": "--timeout 0s: must be positive",
 		"ranks remove edge":                             "ranks remove wants URL|GROUP/RANK",

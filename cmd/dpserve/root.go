@@ -158,8 +158,12 @@ func commandNames(root *cobra.Command) []string {
 	return names
 }
 
-// flagError converts pflag's errors to problem.Error. An unknown flag gets a did-you-mean hint.
+// flagError converts pflag's errors to problem.Error. An unknown flag gets a did-you-mean hint. What a flag
+// says of its value itself stays as it is.
 func flagError(cmd *cobra.Command, err error) error {
+	if own, ok := errors.AsType[*problem.Error](err); ok {
+		return own
+	}
 	if missing, ok := errors.AsType[*pflag.NotExistError](err); ok {
 		var names []string
 		cmd.Flags().VisitAll(func(f *pflag.Flag) { names = append(names, f.Name) })

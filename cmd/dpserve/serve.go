@@ -1,13 +1,10 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"errors"
-	"net"
 	"os/exec"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -34,19 +31,10 @@ type serveFlags struct {
 	startup  time.Duration
 	grace    float64 // --shutdown-timeout
 
-	dpSize, prefill        int
-	gpus                   float64
-	lockstep               bool
-	name, policy, transfer string
-
-	bind serveBind
-}
-
-// serveBind is where the endpoint listens.
-type serveBind struct {
-	host   string
-	port   int
-	public bool // --insecure-public
+	dpSize, prefill int
+	gpus            float64
+	lockstep        bool
+	name, transfer  string
 }
 
 func newServe(e *env) *cobra.Command {
@@ -73,7 +61,12 @@ Flags for parts of an engine that dpserve replaces (--kv-events-config, --load-b
 --data-parallel-address, ...) are left out with a message. Flags that an engine of dpserve cannot have
 (--headless, --node-rank, --disaggregation-mode, ...) are refused with what to write instead. A flag of a new
 version, which dpserve does not know, goes after --. If dpserve and the engine share a
-flag, before -- it is dpserve's.`,
+flag, before -- it is dpserve's.
+
+Flags of SGLang's router (--router-policy, --cache-threshold, ...), of Dynamo (--router-mode,
+--kv-overlap-score-weight, ...) and of Furiosa-LLM (--data-parallel-routing-policy, ...) mean what they mean
+there. One that says nothing here is left out with a message, one that dpserve lacks is refused with what to
+write instead.`,
 		Example: `  dpserve serve Qwen/Qwen3-8B --dp-size 4
   dpserve serve Qwen/Qwen3-8B --dp-size 4 --engine sim           # without GPUs
   dpserve serve Qwen/Qwen3-30B-A3B --dp-size 8 --lockstep --enable-expert-parallel
@@ -107,7 +100,6 @@ func (f *serveFlags) add(cmd *cobra.Command) {
 	f.set.Float64Var(&f.gpus, "gpus-per-rank", 0,
 		"`devices` of a rank, or the share of one, such as 0.25; default: what its parallel sizes use; "+
 			"0 for an engine without devices")
-	f.set.StringVar(&f.policy, "policy", "", "routing policy; default: mex, or cohorts with --lockstep")
 	f.set.StringVar(&f.name, "name", "", "name of the application; default: made of MODEL")
 	f.set.StringArrayVar(&f.names, "served-model-name", nil,
 		"`name` that clients send as \"model\"; repeatable; default: MODEL")
@@ -116,19 +108,13 @@ func (f *serveFlags) add(cmd *cobra.Command) {
 			"\"python3 -m sglang.launch_server\"")
 	f.set.StringArrayVar(&f.env, "env", nil, "`KEY=VALUE` for the engines' environment; repeatable")
 	f.set.DurationVar(&f.startup, "startup-timeout", 0, "longest start of an engine; default: 10m0s")
-	f.set.StringVar(&f.bind.host, "host", "127.0.0.1", "`address` of the OpenAI endpoint")
-	f.set.IntVar(&f.bind.port, "port", 8000,
-		"port of the OpenAI endpoint; without this flag, a free one if 8000 is taken")
-	f.set.BoolVar(&f.bind.public, "insecure-public", false,
-		"allow a --host that is not loopback, without API keys")
 	f.set.BoolVar(&f.print, "print", false, "print the app.yaml and end")
-	f.set.StringVar(&f.up.keep, "data-dir", "", "`folder` to keep; default: a temporary one")
 	f.set.StringVar(&f.model, "model", "", "another way to write MODEL")
 	f.set.StringArrayVar(&f.adapters, "lora-modules", nil, "LoRA adapter, `NAME=SOURCE`; repeatable")
 	f.set.Float64Var(&f.grace, "shutdown-timeout", upGraceS,
 		"`seconds` that running streams get at the end; 0 cuts them")
-	f.up.node.addCommon(cmd)
-	f.up.output = addOutput(cmd)
+	f.up.addCommon(cmd)
+	f.up.settings.addRouterFlags(f.set, "serve")
 	_ = cmd.RegisterFlagCompletionFunc("engine",
 		cobra.FixedCompletions(engines, cobra.ShellCompDirectiveNoFileComp))
 }
@@ -172,15 +158,13 @@ func (f *serveFlags) run(ctx context.Context, e *env, args []string) error {
 		_, err = e.io.Out.Write(file.text)
 		return err
 	}
+	if err := f.up.setBind(ctx, e); err != nil {
+		return err
+	}
 	if err := f.checkDevices(file.apps); err != nil {
 		return err
 	}
 	if err := checkPrograms(ctx, file.apps); err != nil {
-		return err
-	}
-	node := &f.up.node.config
-	node.APIKeysFile = cmp.Or(node.APIKeysFile, e.getenv(apiKeysVariable))
-	if err := f.setBind(ctx); err != nil {
 		return err
 	}
 	if err := f.up.showFile(e, file.text); err != nil {
@@ -222,33 +206,6 @@ func offersDevices(gpus string) bool {
 	default:
 		return true
 	}
-}
-
-// setBind sets where the endpoint listens. A port that the user names must be free.
-func (f *serveFlags) setBind(ctx context.Context) error {
-	c, b := &f.up.node.config, f.bind
-	if b.port < 0 || b.port > 65535 {
-		return problem.New(problem.InvalidArgument, "--port %d: the port must be 0 to 65535", b.port).
-			WithHint("0 takes any free port")
-	}
-	ip := net.ParseIP(b.host)
-	local := b.host == "localhost" || ip != nil && ip.IsLoopback()
-	if !local && !b.public && c.APIKeysFile == "" {
-		return problem.New(problem.InvalidArgument, "--host %s is reachable from outside, without keys",
-			b.host).
-			WithHint("leave --host out to serve this machine alone, ask clients for a key with --api-keys " +
-				"FILE, or add --insecure-public if everyone who reaches this port may use it")
-	}
-	c.HTTPBind, c.InsecurePublic = net.JoinHostPort(b.host, strconv.Itoa(b.port)), b.public
-	if !f.set.Changed("port") || b.port == 0 {
-		return nil
-	}
-	l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", c.HTTPBind)
-	if err != nil {
-		return problem.New(problem.Unavailable, "--port %d: %w", b.port, err).
-			WithHint("stop what listens there, or leave --port out for a free one")
-	}
-	return l.Close()
 }
 
 // flagError says what an unknown flag would be called, or where it belongs.

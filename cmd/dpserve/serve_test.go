@@ -29,7 +29,13 @@ const servePath = "testdata/serve.txt"
 // EN1: TestServeTranscript pins what serve makes of command lines: blocks of testdata/serve.txt, which
 // DPSERVE_UPDATE=1 writes anew. `print` adds --print.
 func TestServeTranscript(t *testing.T) {
-	text, err := os.ReadFile(servePath)
+	checkBlocks(t, servePath, func(words []string) string { return transcribeServe(t, words) })
+}
+
+// checkBlocks compares the blocks of a file, a command line and what comes of it, with what transcribe says.
+func checkBlocks(t *testing.T, path string, transcribe func(words []string) string) {
+	t.Helper()
+	text, err := os.ReadFile(path)
 	require.NoError(t, err)
 	blocks := strings.Split(strings.TrimSpace(string(text)), "\n\n")
 	for i, block := range blocks {
@@ -37,13 +43,13 @@ func TestServeTranscript(t *testing.T) {
 		if !isCommand {
 			continue // a comment
 		}
-		got := transcribeServe(t, strings.Fields(typed))
+		got := transcribe(strings.Fields(typed))
 		if blocks[i] = strings.TrimSpace(typed + "----\n" + got); os.Getenv("DPSERVE_UPDATE") == "" {
 			assert.Equal(t, strings.TrimSpace(want), strings.TrimSpace(got), typed)
 		}
 	}
 	if os.Getenv("DPSERVE_UPDATE") != "" {
-		require.NoError(t, os.WriteFile(servePath, []byte(strings.Join(blocks, "\n\n")+"\n"), 0o644))
+		require.NoError(t, os.WriteFile(path, []byte(strings.Join(blocks, "\n\n")+"\n"), 0o644))
 	}
 }
 

@@ -120,10 +120,10 @@ func (a *serveArgs) check(flag engineflags.Flag) error {
 	switch {
 	case flag.Name == "" || !utf8.ValidString(flag.Typed+strings.Join(flag.Values, "")):
 		message, hint = "wanted a flag, in UTF-8", "see `dpserve help serve`"
-	case owned.OnServe != "":
-		message, hint = "an engine that dpserve starts cannot have it", owned.OnServe
 	case takes == engineflags.Unknown && own != nil:
 		message, hint = "it is a flag of dpserve", "write it before --"
+	case owned.OnServe != "":
+		message, hint = "an engine that dpserve starts cannot have it", owned.OnServe
 	case takes == engineflags.Unknown && flagOfOtherEngine(a.f.engine, flag.Name) != "":
 		message, hint = a.f.engine+" has no such flag", flagOfOtherEngine(a.f.engine, flag.Name)
 	case takes == engineflags.One && len(flag.Values) == 0:

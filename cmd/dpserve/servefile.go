@@ -31,6 +31,7 @@ func (f *serveFlags) file(e *env, behind []string) (*appFile, error) {
 	if err != nil {
 		return nil, err
 	}
+	f.up.settings.apply(e, doc)
 	text, err := json.Marshal(object{"applications": []any{doc}})
 	if err != nil {
 		return nil, problem.New(problem.Internal, "cannot write the application: %w", err).
@@ -42,7 +43,7 @@ func (f *serveFlags) file(e *env, behind []string) (*appFile, error) {
 	}
 	var faults app.Faults
 	if errors.As(err, &faults) {
-		return nil, f.explain(faults)
+		return nil, f.up.settings.explain("serve", faults, f.wordOf)
 	}
 	if err != nil {
 		return nil, err
@@ -78,9 +79,6 @@ func (f *serveFlags) describe(args *serveArgs) (object, error) {
 	}
 	if f.set.Changed("gpus-per-rank") {
 		doc["resources"] = object{"gpus": f.gpus}
-	}
-	if f.policy != "" {
-		doc["routing"] = object{"policy": strings.ReplaceAll(f.policy, "_", "-")}
 	}
 	if f.prefill == 0 {
 		doc["data_parallel"] = f.group(f.dpSize, args)
@@ -209,19 +207,20 @@ func (f *serveFlags) isLockstep(size int, args *serveArgs) bool {
 	return size > 1 && (args.isOn("enable_expert_parallel") || args.isOn("enable_dp_attention"))
 }
 
-// explain says the faults of the application in the words of the command line.
-func (f *serveFlags) explain(faults app.Faults) error {
+// explainFaults says the faults of an application in the words of the command line; wordOf returns the word
+// that a key comes from.
+func explainFaults(command string, faults app.Faults, wordOf func(path string) string) error {
 	var lines []string
 	inWords := strings.NewReplacer("resources.gpus", "--gpus-per-rank", "engine.args.tp_size", "--tp-size",
 		"model.source", "MODEL", "engine.args", "the engine's flags")
 	for i := range faults {
 		faults[i].Hint = inWords.Replace(faults[i].Hint)
-		lines = append(lines, f.wordOf(faults[i].Path)+": "+faults[i].Describe())
+		lines = append(lines, wordOf(faults[i].Path)+": "+faults[i].Describe())
 	}
 	if len(faults) == 1 {
 		err := problem.New(problem.InvalidArgument, "%s", lines[0])
 		if faults[0].Hint == "" {
-			return err.WithHint("see `dpserve help serve`")
+			return err.WithHint("see `dpserve help %s`", command)
 		}
 		return err.WithHint("%s", faults[0].Hint)
 	}
@@ -231,12 +230,12 @@ func (f *serveFlags) explain(faults app.Faults) error {
 		}
 	}
 	return problem.New(problem.InvalidArgument, "%s", formatCount(len(lines), "fault")).
-		WithDetails(slices.Compact(lines)...).WithHint("see `dpserve help serve`")
+		WithDetails(slices.Compact(lines)...).WithHint("see `dpserve help %s`", command)
 }
 
 // wordOf returns the word of the command line that a key of the application comes from.
 func (f *serveFlags) wordOf(path string) string {
-	path = strings.TrimPrefix(path, "applications[0].")
+	path = f.up.settings.wordOf(path)
 	size := "--dp-size"
 	if pool, isPrefill := strings.CutPrefix(path, "prefill."); isPrefill {
 		path, size = pool, "--prefill"
@@ -266,7 +265,6 @@ func (f *serveFlags) wordOf(path string) string {
 		{"data_parallel.dp_size", size},
 		{"num_", size},
 		{"resources.gpus", "--gpus-per-rank"},
-		{"routing", "--policy"},
 		{"disaggregation", "--transfer"},
 		{"graceful_shutdown_timeout_s", "--shutdown-timeout"},
 		{"name", "--name"},

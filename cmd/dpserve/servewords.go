@@ -3,6 +3,7 @@ package main
 import (
 	"cmp"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -27,19 +28,23 @@ var otherWords = map[string]string{
 	"model-id": "write --served-model-name",
 	"alias":    "write --served-model-name once more", "aliases": "write --served-model-name once more",
 	"router": "write --policy", "routing": "write --policy", "routing-policy": "write --policy",
-	"router-policy": "write --policy",
-	"decode":        "write --dp-size for the decode ranks", "pd-disaggregation": "write --prefill N",
+	"decode":     "write --dp-size for the decode ranks",
 	"num-groups": "write an app.yaml: `dpserve serve ... --print` begins one",
 	"detach":     "`dpserve start`, then `dpserve deploy` what `dpserve serve ... --print` prints",
 	"file":       "`dpserve up FILE` runs a file",
 }
 
-// arrangeServe sorts the words of a command line of serve, so that the flag parser, which knows only flags of
+// arrange sorts the words of a command line of serve, so that the flag parser, which knows only flags of
 // serve, can read it: flags of engines go behind --, and those that serve has under its own name go before
-// it. Every other command line stays as it is.
-func arrangeServe(root *cobra.Command, args []string) []string {
+// it. On a command line of up it joins the words of --prefill. Every other one stays as it is.
+func arrange(root *cobra.Command, args []string) []string {
 	cmd, words, err := root.Find(args)
-	if err != nil || cmd.Name() != "serve" || cmd.Parent() != root {
+	switch {
+	case err != nil || cmd.Parent() != root:
+		return args
+	case cmd.Name() == "up":
+		return append([]string{cmd.Name()}, arrangeUp(words)...)
+	case cmd.Name() != "serve":
 		return args
 	}
 	cmd.InitDefaultHelpFlag()
@@ -53,6 +58,32 @@ func arrangeServe(root *cobra.Command, args []string) []string {
 		out = slices.Concat(out, []string{"--"}, a.behind)
 	}
 	return out
+}
+
+// arrangeUp joins a URL of --prefill and the bootstrap port that follows it, as SGLang's router has them.
+func arrangeUp(words []string) []string {
+	var out []string
+	for i := 0; i < len(words); i++ {
+		word := words[i]
+		if engineflags.IsFlag(word) {
+			word = plainFlag(word)
+		}
+		if word == "--prefill" && i+1 < len(words) {
+			i++
+			word += "=" + words[i]
+		}
+		if strings.HasPrefix(word, "--prefill=") && i+1 < len(words) && isBootstrapPort(words[i+1]) {
+			i++
+			word += "," + words[i]
+		}
+		out = append(out, word)
+	}
+	return out
+}
+
+func isBootstrapPort(word string) bool {
+	_, err := strconv.ParseUint(word, 10, 16)
+	return err == nil || strings.EqualFold(word, noBootstrap)
 }
 
 // engineOf returns the engine whose flags a command line has.

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -24,6 +25,7 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/engineflags"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/server"
 )
@@ -38,14 +40,21 @@ var quickstart []byte
 const upGraceS = 10
 
 type upFlags struct {
-	node   *nodeFlags
-	attach []string
-	access app.Engine // how the engines of --attach are reached: the key and the CA
-	ca     string     // of access
-	engine string
-	keep   string // --data-dir
-	set    *pflag.FlagSet
-	output *format
+	node     *nodeFlags
+	bind     bind
+	engines  attachFlags
+	settings settings
+	engine   string
+	keep     string // --data-dir
+	set      *pflag.FlagSet
+	output   *format
+}
+
+// bind is where the endpoint listens.
+type bind struct {
+	host   string
+	port   int
+	public bool // --insecure-public
 }
 
 func newUpFlags() *upFlags {
@@ -64,28 +73,28 @@ func newUp(e *env) *cobra.Command {
 each rank's progress until all are ready. Then it prints the URL, a curl line and the ranks. On a terminal the
 table of ranks stays up to date; everywhere a line says when a rank dies and when it is ready again. Without
 FILE it runs four simulated ranks; with --attach it puts one endpoint in front of engines that already run,
-and says if they are ranks of one lockstep group.
+and says if they are ranks of one lockstep group. The command lines of SGLang's router are read too:
+--worker-urls, --pd-disaggregation, --prefill URL PORT, --cache-threshold, ...; so are Dynamo's --router-mode
+and the flags beside it.
 Ports 8000 and 8265 are replaced by free ones if they are taken. Ctrl-C drains for 10 s, a second one stops
 at once. "dpserve help status" explains the columns.`,
 		Example: `  dpserve up                                   # four simulated ranks
   dpserve up app.yaml --engine sim             # any file, without its GPUs
-  dpserve up --attach http://127.0.0.1:8100,http://127.0.0.1:8101`,
-		Args: requireArgs(0, "FILE"),
+  dpserve up --attach 127.0.0.1:8100 127.0.0.1:8101 --policy cache-aware --param cache_threshold=0.3`,
+		Args: func(cmd *cobra.Command, args []string) error { return f.checkArgs(cmd, args) },
 	}
-	flags := cmd.Flags()
-	f.set = flags
-	flags.StringSliceVar(&f.attach, "attach", nil, "`URL`s of engines that already run, instead of FILE")
-	flags.StringVar(&f.access.APIKeyEnv, "engine-api-key-env", "",
-		"environment `variable` with the API key that the engines of --attach ask for")
-	flags.StringVar(&f.access.APIKeyFile, "engine-api-key-file", "", "`file` with that key instead")
-	flags.StringVar(&f.ca, "engine-ca", "", "`file` with the CA of engines of --attach over https")
-	flags.StringVar(&f.engine, "engine", "", "sim: run the file on the simulated engine")
-	flags.StringVar(&f.keep, "data-dir", "", "`folder` to keep; default: a temporary one")
-	f.node.addCommon(cmd)
-	f.output = addOutput(cmd)
+	f.set = cmd.Flags()
+	f.engines.add(f.set)
+	f.set.StringVar(&f.engine, "engine", "", "sim: run the file on the simulated engine")
+	f.addCommon(cmd)
+	f.settings.addRouterFlags(f.set, "up")
+	cmd.SetFlagErrorFunc(f.flagError)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
-		if flags.Changed("attach") && len(f.attach) == 0 {
-			return usageError("up", "--attach wants URL[,URL...]")
+		if f.engines.isAttach() {
+			f.engines.attach = append(f.engines.attach, args...)
+		}
+		if err := f.setBind(cmd.Context(), e); err != nil {
+			return err
 		}
 		file, err := readFor(e, f.engine,
 			func() (*appFile, error) { return readUpFile(cmd.Context(), e, f, args) })
@@ -100,31 +109,71 @@ at once. "dpserve help status" explains the columns.`,
 	return cmd
 }
 
+// addCommon adds the flags that up and serve share.
+func (f *upFlags) addCommon(cmd *cobra.Command) {
+	flags := cmd.Flags()
+	flags.StringVar(&f.bind.host, "host", "127.0.0.1", "`address` of the OpenAI endpoint")
+	flags.IntVar(&f.bind.port, "port", 8000,
+		"port of the OpenAI endpoint; without this flag, a free one if 8000 is taken")
+	flags.BoolVar(&f.bind.public, "insecure-public", false,
+		"allow a --host that is not loopback, without API keys")
+	flags.StringVar(&f.keep, "data-dir", "", "`folder` to keep; default: a temporary one")
+	f.settings.add(flags)
+	f.node.addCommon(cmd)
+	f.output = addOutput(cmd)
+}
+
+// checkArgs allows FILE, or with --attach more URLs.
+func (f *upFlags) checkArgs(cmd *cobra.Command, args []string) error {
+	switch key, flag := f.settings.first(); {
+	case f.set.Changed("attach") && len(f.engines.attach) == 0:
+		return usageError("up", "--attach wants URL[,URL...]")
+	case len(args) > 0 && f.engines.hasRoles():
+		return usageError("up", "%q: write --prefill or --decode before each URL", args[0])
+	case f.engines.isAttach():
+		return nil
+	case len(args) > 0 && flag != "":
+		return problem.New(problem.InvalidArgument, "FILE and %s exclude each other", flag).
+			WithHint("write %s into %s", key, args[0])
+	}
+	return requireArgs(0, "FILE")(cmd, args)
+}
+
+// flagError says which command has an unknown flag.
+func (f *upFlags) flagError(cmd *cobra.Command, err error) error {
+	missing, ok := errors.AsType[*pflag.NotExistError](err)
+	if ok && engineflags.Find(engineflags.Sim, missing.GetSpecifiedName()) != engineflags.Unknown {
+		return problem.New(problem.InvalidArgument, "%s", err.Error()).
+			WithHint("it is a flag of an engine: `dpserve serve MODEL` starts engines, with their flags")
+	}
+	return flagError(cmd, err)
+}
+
 // readUpFile returns the application file to deploy, with the defaults of up: FILE, one for the engines of
 // --attach, or the embedded application.
 func readUpFile(ctx context.Context, e *env, f *upFlags, args []string) (*appFile, error) {
 	name, text := "quickstart.yaml", quickstart
 	var err error
 	switch {
-	case len(args) > 0 && len(f.attach) > 0:
-		return nil, usageError("up", "FILE and --attach exclude each other")
-	case len(args) > 0:
-		name = args[0]
-		if text, err = readFile(e, name); err != nil {
-			return nil, err
-		}
-	case len(f.attach) > 0:
+	case f.engines.isAttach():
 		name = "--attach"
 		var note string
-		if f.ca != "" {
-			f.access.TLS = &app.EngineTLS{CA: f.ca}
-		}
-		if text, note, err = attachFile(ctx, f.attach, f.access); err != nil {
+		if text, note, err = attachFile(ctx, &f.engines); err != nil {
 			return nil, err
 		}
 		if note != "" {
 			printMessage(e.io.Err, "%s", note)
 		}
+	case len(args) > 0:
+		name = args[0]
+		if text, err = readFile(e, name); err != nil {
+			return nil, err
+		}
+	}
+	keys := object{}
+	f.settings.apply(e, keys)
+	text = appendYAML(text, 4, keys)
+	if f.engines.isAttach() {
 		if err := f.showFile(e, text); err != nil {
 			return nil, err
 		}
@@ -132,11 +181,42 @@ func readUpFile(ctx context.Context, e *env, f *upFlags, args []string) (*appFil
 	base := app.Default()
 	base.GracefulShutdownTimeout = upGraceS
 	file, err := parseApps(e, base, name, text)
+	if faults, ok := errors.AsType[app.Faults](err); ok && len(keys) > 0 {
+		return nil, f.settings.explain("up", faults, f.settings.wordOf)
+	}
 	if err != nil {
 		return nil, err
 	}
 	file.changed = true // the text has other defaults
 	return file, nil
+}
+
+// setBind sets where the endpoint listens. A port that the user names must be free.
+func (f *upFlags) setBind(ctx context.Context, e *env) error {
+	c, b := &f.node.config, f.bind
+	c.APIKeysFile = cmp.Or(c.APIKeysFile, e.getenv(apiKeysVariable))
+	if b.port < 0 || b.port > 65535 {
+		return problem.New(problem.InvalidArgument, "--port %d: the port must be 0 to 65535", b.port).
+			WithHint("0 takes any free port")
+	}
+	ip := net.ParseIP(b.host)
+	local := b.host == "localhost" || ip != nil && ip.IsLoopback()
+	if !local && !b.public && c.APIKeysFile == "" {
+		return problem.New(problem.InvalidArgument, "--host %s is reachable from outside, without keys",
+			b.host).
+			WithHint("leave --host out to serve this machine alone, ask clients for a key with --api-keys " +
+				"FILE, or add --insecure-public if everyone who reaches this port may use it")
+	}
+	c.HTTPBind, c.InsecurePublic = net.JoinHostPort(b.host, strconv.Itoa(b.port)), b.public
+	if !f.set.Changed("port") || b.port == 0 {
+		return nil
+	}
+	l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", c.HTTPBind)
+	if err != nil {
+		return problem.New(problem.Unavailable, "--port %d: %w", b.port, err).
+			WithHint("stop what listens there, or leave --port out for a free one")
+	}
+	return l.Close()
 }
 
 // showFile prints the file that a command line stands for.

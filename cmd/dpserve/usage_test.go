@@ -66,7 +66,8 @@ func TestUsageErrors(t *testing.T) {
 		},
 		{
 			"up a.yaml --attach http://127.0.0.1:1",
-			"dpserve: FILE and --attach exclude each other\nhint: see `dpserve help up`\n",
+			"dpserve: --attach \"a.yaml\": wanted HOST:PORT or http://HOST:PORT\n" +
+				"hint: see `dpserve help up`\n",
 		},
 		{
 			"start --timers probe=soon",
