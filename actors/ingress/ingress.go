@@ -58,6 +58,9 @@ type Config struct {
 	Keys   func() *apikeys.Set
 	TLS    *tls.Config       // of clients' connections, for HTTP/1.1 alone; nil = none
 	Access *telemetry.Access // counts by key; required with Keys
+	// who answers a path that steers the ranks and is asked of the admin port otherwise; nil, as its answer:
+	// nobody
+	Steers func(path string) http.Handler
 	// to the ingresses of other nodes, for lockstep groups; nil: there are none
 	Groups msg.GroupLinks
 	// of the node, for the proxies of applications with a prefill pool; nil = one of its own
@@ -74,6 +77,7 @@ type Ingress struct {
 	keys      func() *apikeys.Set // nil: the endpoint has none
 	access    *telemetry.Access   // counts by key; nil without keys
 	tls       *tls.Config         // as Config.TLS
+	steers    func(path string) http.Handler
 	log       *slog.Logger
 	limits    Limits
 	timers    Timers
@@ -152,7 +156,7 @@ func New(c Config) (*Ingress, error) {
 		log:    slog.New(telemetry.LimitLines(c.Log.Handler())).With(slog.String("component", "ingress")),
 		limits: c.Limits.withDefaults(),
 		timers: c.Timers.withDefaults(),
-		keys:   c.Keys, access: c.Access, tls: c.TLS,
+		keys:   c.Keys, access: c.Access, tls: c.TLS, steers: c.Steers,
 		seed: c.Seed, clockBase: time.Now(),
 		appTable: appTable{
 			appRouters: map[string]*appRouter{}, unplaced: unplacedApps{changed: make(chan struct{}, 1)},

@@ -22,7 +22,7 @@ func keyOf(r *http.Request) *apikeys.Key {
 // answers name no model.
 func isOpenPath(path string) bool {
 	switch path {
-	case "/health", "/healthz", "/readyz", "/livez", "/ping", "/-/healthz":
+	case "/health", "/health_generate", "/healthz", "/readyz", "/livez", "/ping", "/-/healthz":
 		return true
 	}
 	return false

@@ -7,6 +7,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/internal/apikeys"
 )
 
 // RP17: load balancers, Kubernetes and probes written for Ray Serve or vLLM use these paths, with GET and
@@ -25,7 +27,7 @@ func TestProbesAnswer(t *testing.T) {
 		require.NoError(t, err)
 		return g.do(req)
 	}
-	readiness := []string{"/health", "/healthz", "/readyz", "/ping", "/-/healthz"}
+	readiness := []string{"/health", "/health_generate", "/healthz", "/readyz", "/ping", "/-/healthz"}
 	for _, path := range append(readiness, "/livez", "/-/routes", "/v1/models", "/v1/models/",
 		"/v1/models/demo", "/version") {
 		assert.Equal(t, 200, g.get(path).status, path)
@@ -46,6 +48,25 @@ func TestProbesAnswer(t *testing.T) {
 		assert.Equal(t, 503, head(path).status, path)
 	}
 	assert.Equal(t, 200, g.get("/livez").status, "the process lives")
+}
+
+// A path that steers the ranks is answered by whoever the node names, and before keys of clients are asked
+// for; without one it is a path like any other.
+func TestPathsThatSteer(t *testing.T) {
+	g := newRig(t, options{
+		engines: []http.HandlerFunc{replies(200, wholeAnswer)},
+		keys:    func() *apikeys.Set { return &apikeys.Set{} },
+	})
+	assert.Equal(t, 401, g.get("/workers").status)
+	g.in.steers = func(path string) http.Handler {
+		if path != "/workers" {
+			return nil
+		}
+		return replies(http.StatusTeapot, path)
+	}
+	a := g.get("/workers")
+	assert.Equal(t, []any{http.StatusTeapot, "/workers"}, []any{a.status, a.body})
+	assert.Equal(t, 401, g.get("/list_workers").status)
 }
 
 // RP17: /v1/models shows the length that fits into every ready rank, and none if no engine reports one.

@@ -28,7 +28,8 @@ type surface struct{ in *Ingress }
 // own are the paths that dpserve answers itself, beside the models.
 var own = map[string]func(surface, http.ResponseWriter, *http.Request){
 	"/health": surface.health, "/healthz": surface.health, "/readyz": surface.health,
-	"/ping": surface.health, "/livez": surface.live, "/-/healthz": surface.rayHealth,
+	"/health_generate": surface.health, // of SGLang
+	"/ping":            surface.health, "/livez": surface.live, "/-/healthz": surface.rayHealth,
 	"/-/routes": surface.rayRoutes, "/version": surface.showVersion,
 }
 
@@ -82,6 +83,13 @@ func (h surface) limitAndRecover(next http.Handler) http.Handler {
 				"this cluster has sent the request itself: an attached engine's URL leads back to it; "+
 					"remove that rank (dpserve ranks remove APP URL)"))
 			return
+		}
+		if h.in.steers != nil {
+			if answer := h.in.steers(r.URL.Path); answer != nil {
+				w.Header()["Connection"] = []string{"close"} // it sets deadlines of its own
+				answer.ServeHTTP(w, r)
+				return
+			}
 		}
 		if len(r.Header["Upgrade"]) > 0 && wantsWebsocket(r) {
 			h.refuseUpgrade(w, r)

@@ -56,6 +56,9 @@ func (f *nodeFlags) addCommon(cmd *cobra.Command) {
 			"when it changes; default: DPSERVE_API_KEYS_FILE, else clients need no key")
 	flags.BoolVar(&f.config.AdminOpen, "admin-open", false,
 		"whoever reaches the admin API may start programs, without a token")
+	flags.BoolVar(&f.config.RouterAPI, "router-api", false,
+		"the endpoint answers /workers, /add_worker and the other paths of SGLang's router, which change "+
+			"attached ranks, to programs of this machine and to those with the admin token")
 	flags.StringVar(&f.config.TLSCert, "tls-cert", "",
 		"PEM `FILE` of the certificate, with its chain, for the endpoint and the admin API; read again when "+
 			"it changes; default: no TLS")

@@ -37,7 +37,9 @@ func TestThePageHasEveryRoute(t *testing.T) {
 		EngineMetrics: http.NotFoundHandler(), Ray: &Ray{},
 	})
 	var served []string
-	names := strings.NewReplacer(":app", "APP", ":node", "NODE", ":deployment", "DEPLOYMENT", ":token", "ID")
+	names := strings.NewReplacer(
+		":app", "APP", ":node", "NODE", ":deployment", "DEPLOYMENT", "*id", "ID", ":token", "ID",
+	)
 	for _, r := range s.newEngine().Routes() {
 		served = append(served, r.Method+" "+names.Replace(r.Path))
 	}

@@ -54,15 +54,17 @@ type workersReply struct {
 }
 
 // rankHandlers answers the paths by which attached ranks come and go.
-type rankHandlers struct{ ranks Ranks }
+type rankHandlers struct {
+	ranks   Ranks
+	backend Backend
+	version string
+}
 
 // addRoutes registers the paths.
 func (h rankHandlers) addRoutes(g *gin.Engine, reply replier) {
 	g.POST(pathApps+"/:app/ranks", reply(h.addRank))
 	g.DELETE(pathApps+"/:app/ranks", reply(h.removeRank, "url", "selector", "rank", "deadline"))
-	g.POST(pathAddWorker, reply(h.addWorker, "url", "app"))
-	g.POST(pathRemoveWorker, reply(h.removeWorker, "url", "app"))
-	g.GET(pathListWorkers, reply(h.listWorkers, "app"))
+	h.addWorkerRoutes(g, reply)
 }
 
 func (h rankHandlers) addRank(c *gin.Context, _ query) (int, any, error) {

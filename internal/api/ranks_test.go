@@ -3,6 +3,7 @@ package api_test
 import (
 	"context"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"sync"
 	"testing"
@@ -159,8 +160,96 @@ func TestSGLangWorkerPaths(t *testing.T) {
 		assert.Equal(t, c.kind, rec.Header().Get("Content-Type"), c.r.target)
 		assert.Contains(t, rec.Body.String(), c.body, c.r.target)
 	}
+	for path, want := range map[string]bool{
+		"/workers": true, "/workers/0/1": true, "/get_loads": true, "/api/v1/apps": false, "/workersx": false,
+	} {
+		assert.Equal(t, want, api.IsWorkerPath(path), path)
+	}
 	bare := api.NewServer(api.Config{Backend: newBackend()}).Handler()
 	assert.Equal(t, http.StatusNotFound, request{method: "GET", target: "/list_workers"}.send(t, bare).Code)
+}
+
+// The newer paths of SGLang's router: what they answer, and what reaches the ranks.
+func TestSGLangGatewayPaths(t *testing.T) {
+	k, b := &fakeRanks{}, newBackend()
+	b.apps["edge"] = client.AppStatus{
+		Name: "edge", Kind: "attach", Model: "m", Policy: "mex", Desired: 2,
+		Units: []client.UnitStatus{
+			{Unit: "edge/0/0", Ranks: []client.RankStatus{
+				{Phase: "ready", URL: "http://a:1", InFlight: 3},
+			}},
+			{Unit: "edge/0/1", Pool: "prefill", Ranks: []client.RankStatus{
+				{Rank: 1, Phase: "starting", URL: "http://b:1"},
+			}},
+		},
+	}
+	h := api.NewServer(api.Config{Backend: b, Ranks: k, Version: client.BuildInfo{Version: "v"}}).Handler()
+	const head = `{"apiVersion":"dpserve/v1",`
+	for _, c := range []struct {
+		method, target, body string
+		code                 int
+		want                 string
+	}{
+		{"GET", "/workers", "", 200, head + `"total":2,"workers":[` +
+			`{"id":"0/0","url":"http://a:1","model_id":"m","worker_type":"regular",` +
+			`"is_healthy":true,"load":3},` +
+			`{"id":"0/1","url":"http://b:1","model_id":"m","worker_type":"prefill",` +
+			`"is_healthy":false,"load":0}]}`},
+		{"GET", "/get_loads?app=edge", "", 200, head + `"workers":[{"worker":"http://a:1","load":3},` +
+			`{"worker":"http://b:1","load":0}]}`},
+		{"GET", "/get_server_info", "", 200, head + `"dp_size":2,"model_path":"m","policy":"mex",` +
+			`"served_model_name":"m","version":"v"}`},
+		{"POST", "/workers", `{"url":"http://h:1","worker_type":"regular"}`, 202, head +
+			`"status":"accepted","url":"http://h:1","worker_id":"0/2"}`},
+		{"POST", "/workers?app=edge", `{"url":"http://h:1","api_key":"x"}`, 400, `unknown key`},
+		{"POST", "/workers", `{"url":"http://taken:1"}`, 409, "attached already"},
+		{"DELETE", "/workers/0/2", "", 202, `"worker_id":"0/2"`},
+		{"DELETE", "/workers/http%3A%2F%2Fnone%3A1", "", 404, "there is no rank http://none:1"},
+		{"GET", "/workers?app=nobody", "", 404, "nobody"},
+	} {
+		rec := request{method: c.method, target: c.target, body: c.body}.send(t, h)
+		assert.Equal(t, c.code, rec.Code, c.target)
+		assert.Contains(t, rec.Body.String(), c.want, c.target)
+	}
+	assert.Equal(t, []api.RankRemoval{
+		{Rank: app.RankRef{Rank: 2}}, {Rank: app.RankRef{URL: "http://none:1"}},
+	}, k.removed)
+	request{
+		method: "POST", target: "/workers",
+		body: `{"url":"http://h:1","worker_type":"prefill","bootstrap_port":8998}`,
+	}.send(t, h)
+	assert.Contains(t, k.added,
+		` {"pd":{"bootstrap":"http://h:8998"},"role":"prefill","url":"http://h:1"}`)
+}
+
+// At another port the paths are for programs of this machine, not for what a proxy passes on, and for the
+// admin token.
+func TestWorkerPathsElsewhere(t *testing.T) {
+	for _, c := range []struct {
+		token, from string
+		header      map[string]string
+		want        int
+	}{
+		{"secret", "127.0.0.1:4000", nil, 200},
+		{"secret", "[::1]:4000", nil, 200},
+		{"secret", "192.0.2.1:4000", nil, 401},
+		{"secret", "127.0.0.1:4000", map[string]string{"X-Forwarded-For": "192.0.2.1"}, 401},
+		{"secret", "192.0.2.1:4000", map[string]string{"Authorization": "Bearer secret"}, 200},
+		{"secret", "127.0.0.1:4000", map[string]string{"Origin": "http://evil.example"}, 403},
+		{"", "127.0.0.1:4000", nil, 200},
+		{"", "192.0.2.1:4000", nil, 403},
+	} {
+		h := api.NewServer(api.Config{Backend: newBackend(), Ranks: &fakeRanks{}, Token: c.token}).
+			WorkerHandler()
+		r := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "http://127.0.0.1/list_workers", nil)
+		r.RemoteAddr = c.from
+		for name, value := range c.header {
+			r.Header.Set(name, value)
+		}
+		rec := httptest.NewRecorder()
+		h.ServeHTTP(rec, r)
+		assert.Equal(t, c.want, rec.Code, "%+v", c)
+	}
 }
 
 func TestBadRankRequests(t *testing.T) {

@@ -292,7 +292,7 @@ func (s *Server) newEngine() *gin.Engine {
 		routerHandlers{s, s.cfg.Routers}.addRoutes(g)
 	}
 	if s.cfg.Ranks != nil {
-		rankHandlers{s.cfg.Ranks}.addRoutes(g, s.reply)
+		rankHandlers{s.cfg.Ranks, s.cfg.Backend, s.cfg.Version.Version}.addRoutes(g, s.reply)
 	}
 	if s.cfg.Engines != nil {
 		engineHandlers{s.cfg.Engines}.addRoutes(g, s.reply)
@@ -413,7 +413,9 @@ func hintOfPath(path string) string {
 	}
 	return "paths begin with /api/v1: version, healthz, validate, plan, apps, apps/APP, apps/APP/logs, " +
 		"apps/APP/call, apps/APP/ranks, events, nodes, join-tokens, gossip-key, restart, routers/APP; and " +
-		"/metrics, " + pathAddWorker + ", " + pathRemoveWorker + ", " + pathListWorkers + ", " + pathRayApps
+		"/metrics, " + strings.Join([]string{
+		pathAddWorker, pathRemoveWorker, pathListWorkers, pathWorkers, pathRayApps,
+	}, ", ")
 }
 
 func (s *Server) version(*gin.Context, query) (int, any, error) {

@@ -76,6 +76,7 @@ type Config struct {
 	AdminHosts     []string // further names in Host headers that the admin port accepts
 	APIKeysFile    string   // API keys of the endpoint's clients; "" = it wants none
 	AdminOpen      bool     // the admin API wants no token
+	RouterAPI      bool     // HTTPBind answers the paths of SGLang's router, which change attached ranks
 	AdminTokenFile string   // of the admin API; "" = admin.token in DataDir, made if it is missing
 	TLSCert        string   // file for HTTPBind and AdminBind; "" = no TLS; with TLSKey
 	TLSKey         string

@@ -458,6 +458,14 @@ func (n *Node) buildServers(t *timers) error {
 				MaxBody: int64(n.cfg.MaxBody) << 20, MaxConns: maxConns(n.log, files, n.cfg.Slots),
 			},
 		}
+		if n.cfg.RouterAPI {
+			cfg.Steers = func(path string) http.Handler {
+				if !api.IsWorkerPath(path) {
+					return nil
+				}
+				return n.admin.WorkerHandler()
+			}
+		}
 		var err error
 		if n.peering != nil {
 			remote := noderpc.NewDataClient(func(node string) (noderpc.DataTransport, error) {
