@@ -32,7 +32,11 @@ the table names GPUs that failed or that other programs use. -o json tells drive
 		Example: "  dpserve nodes -o wide",
 		Args:    requireArgs(0),
 		RunE: e.asking(func(ctx context.Context, cluster admin, _ []string) error {
-			list, err := cluster.Nodes(ctx)
+			var list []client.NodeStatus
+			err := newPatience(e, maxLeaderWait).askUntilAnswered(ctx, func(ctx context.Context) (err error) {
+				list, err = cluster.Nodes(ctx)
+				return err
+			})
 			if err != nil {
 				return err
 			}
@@ -264,7 +268,9 @@ func runDrain(ctx context.Context, e *env, cluster admin, f *drainFlags, node st
 	if f.set.Changed("deadline") {
 		deadline = &f.deadline
 	}
-	if err := cluster.Drain(ctx, node, deadline); err != nil {
+	err := newPatience(e, maxLeaderWait).askUntilAnswered(ctx,
+		func(ctx context.Context) error { return cluster.Drain(ctx, node, deadline) })
+	if err != nil {
 		return err
 	}
 	if f.detach {
@@ -428,7 +434,11 @@ request and no lease notices, but for some seconds nodes do not see each other i
 		Example: "  dpserve nodes rotate-key",
 		Args:    requireArgs(0),
 		RunE: e.asking(func(ctx context.Context, cluster admin, _ []string) error {
-			r, err := cluster.RotateKey(ctx)
+			var r client.KeyRotation
+			err := newPatience(e, maxAPISilence).askUntilAnswered(ctx, func(ctx context.Context) (err error) {
+				r, err = cluster.RotateKey(ctx)
+				return err
+			})
 			if err != nil {
 				return err
 			}

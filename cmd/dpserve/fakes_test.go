@@ -90,12 +90,14 @@ func decode[T any](t *testing.T, text string) (doc T) {
 type fakeCluster struct {
 	mu       sync.Mutex
 	script   [][]client.AppStatus
-	down     error // returned by every call
+	down     error   // returned by every call
+	failures []error // of the next calls of Apps, Nodes, Drain, RotateKey and Logs; nil = it answers
 	deployed []client.DeployRequest
 	deleted  []string
 	planned  []client.DeployRequest
 	nodes    fakeNodes
 	asked    []client.LogQuery
+	logs     []io.Reader // the next streams of log lines
 	router   fakeRouter
 	added    []string             // APP RANK
 	removed  []client.RankRemoval // of edge
@@ -112,14 +114,24 @@ func (f *fakeCluster) Apps(ctx context.Context) ([]client.AppStatus, error) {
 		f.onApps(f.calls)
 	}
 	f.calls++
-	if f.down != nil || len(f.script) == 0 {
-		return nil, f.down
+	if err := f.fail(); err != nil || len(f.script) == 0 {
+		return nil, err
 	}
 	now := f.script[0]
 	if len(f.script) > 1 {
 		f.script = f.script[1:]
 	}
 	return append([]client.AppStatus(nil), now...), nil
+}
+
+// fail returns the error of a call. The caller holds mu.
+func (f *fakeCluster) fail() error {
+	if len(f.failures) == 0 {
+		return f.down
+	}
+	err := f.failures[0]
+	f.failures = f.failures[1:]
+	return err
 }
 
 func (f *fakeCluster) Deploy(_ context.Context, r client.DeployRequest) (client.DeployResult, error) {
@@ -169,7 +181,12 @@ func (f *fakeCluster) Logs(_ context.Context, q client.LogQuery) (io.ReadCloser,
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.asked = append(f.asked, q)
-	return io.NopCloser(strings.NewReader("demo/0/0 hello\n")), f.down
+	if err := f.fail(); err != nil || len(f.logs) == 0 {
+		return io.NopCloser(strings.NewReader("demo/0/0 hello\n")), err
+	}
+	stream := f.logs[0]
+	f.logs = f.logs[1:]
+	return io.NopCloser(stream), nil
 }
 
 // demo returns an application with one rank per phase.
@@ -281,8 +298,8 @@ func (f *fakeCluster) Plan(_ context.Context, r client.DeployRequest) (client.Pl
 func (f *fakeCluster) Nodes(context.Context) ([]client.NodeStatus, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.down != nil || len(f.nodes.script) == 0 {
-		return nil, f.down
+	if err := f.fail(); err != nil || len(f.nodes.script) == 0 {
+		return nil, err
 	}
 	now := f.nodes.script[0]
 	if len(f.nodes.script) > 1 {
@@ -300,8 +317,10 @@ func (f *fakeCluster) Process(context.Context) (client.Process, error) {
 }
 
 func (f *fakeCluster) Drain(_ context.Context, node string, deadline *time.Duration) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	f.nodes.drained, f.nodes.deadline = append(f.nodes.drained, node), deadline
-	return f.down
+	return f.fail()
 }
 
 func (f *fakeCluster) Undrain(_ context.Context, node string) error {
@@ -346,7 +365,9 @@ func (f *fakeCluster) RevokeAllTokens(context.Context) error {
 }
 
 func (f *fakeCluster) RotateKey(context.Context) (client.KeyRotation, error) {
-	return client.KeyRotation{Behind: f.nodes.behind}, f.down
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return client.KeyRotation{Behind: f.nodes.behind}, f.fail()
 }
 
 func (n *fakeNode) FirstToken() (address, token string) { return n.joinAt, n.joinWith }

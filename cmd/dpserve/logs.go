@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"strconv"
 	"strings"
 	"time"
@@ -13,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/pause"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -26,8 +28,8 @@ func newLogs(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "logs APP[/GROUP[/RANK]] [flags]",
 		Short: "what the engines write",
-		Long: "logs shows the last lines of the engines of an application, a group or one rank. -f goes on " +
-			"until Ctrl-C.",
+		Long: `logs shows the last lines of the engines of an application, a group or one rank. -f goes on until
+Ctrl-C, also when the cluster gets another leader.`,
 		Example: `  dpserve logs demo/0/3 --tail 20
   dpserve logs demo -f --since 5m`,
 		Args: requireArgs(1, "APP[/GROUP[/RANK]]"),
@@ -79,38 +81,70 @@ func logTarget(s string) (client.LogQuery, error) {
 	return q, nil
 }
 
+// runLogs copies log lines. When a stream that follows is cut, it opens another one.
 func runLogs(ctx context.Context, e *env, cluster admin, q client.LogQuery) error {
-	stream, err := cluster.Logs(ctx, q)
-	if err != nil {
-		return err
+	lines := logCopier{e: e, newest: map[string]time.Time{}}
+	patience := newPatience(e, maxAPISilence)
+	for {
+		var stream io.ReadCloser
+		ok, err := patience.ask(ctx, func(ctx context.Context) (err error) {
+			stream, err = cluster.Logs(ctx, q)
+			return err
+		})
+		if ok {
+			err = lines.copy(stream)
+			_ = stream.Close() // only read
+		}
+		if ctx.Err() != nil && q.Follow {
+			return nil //nolint:nilerr // Ctrl-C ends following
+		}
+		isCut := errors.Is(err, io.ErrUnexpectedEOF)
+		switch {
+		case isCut && q.Follow:
+			patience.say("the log stream was cut: the leader has changed, or dpserve is being restarted")
+			q.Since, q.Tail = lines.resume(q.Since), client.AllLines
+		case isCut:
+			return problem.New(problem.Unavailable, "the log stream was cut").
+				WithHint("dpserve has stopped there, or is being restarted")
+		case ok || err != nil:
+			return err
+		}
+		if pause.For(ctx, watchRefresh) != nil {
+			return nil
+		}
 	}
-	defer func() { _ = stream.Close() }() // only read
-	err = copyLogs(e, stream)
-	if ctx.Err() != nil && q.Follow {
-		return nil // Ctrl-C ends following
-	}
-	if errors.Is(err, io.ErrUnexpectedEOF) {
-		return problem.New(problem.Unavailable, "the log stream was cut").
-			WithHint("dpserve has stopped there, or is being restarted")
-	}
-	return err
 }
 
-// copyLogs copies lines unchanged; on a terminal it paints the head of each line.
-func copyLogs(e *env, r io.Reader) error {
-	if !e.io.OutTTY || !e.io.Color {
-		_, err := io.Copy(e.io.Out, r)
-		return err
+// logCopier copies lines unchanged; on a terminal it paints the head of each line. It leaves out the lines
+// that the stream before a cut has had.
+type logCopier struct {
+	e      *env
+	newest map[string]time.Time // by rank: the newest line
+	known  map[string]time.Time // newest, when the stream before was cut
+}
+
+// resumeOverlap is how far the stream after a cut goes back: the clocks of the nodes differ.
+const resumeOverlap = 10 * time.Second
+
+// resume returns where the next stream begins.
+func (c *logCopier) resume(since time.Time) time.Time {
+	c.known = maps.Clone(c.newest)
+	for _, at := range c.newest {
+		if at = at.Add(-resumeOverlap); at.After(since) {
+			since = at
+		}
 	}
+	return since
+}
+
+func (c *logCopier) copy(r io.Reader) error {
 	lines := bufio.NewReader(r)
 	for {
 		text, err := lines.ReadString('\n')
-		if l, perr := client.ParseLogLine(strings.TrimSuffix(text, "\n")); perr == nil {
-			head := fmt.Sprintf("%s %s/%d/%d", l.Time.Local().Format(time.TimeOnly), l.App, l.Group, l.Rank)
-			text = e.io.paint(faint, head) + " " + l.Text + "\n"
-		}
-		if _, werr := io.WriteString(e.io.Out, text); werr != nil {
-			return werr
+		if err == nil || errors.Is(err, io.EOF) { // a line that was cut comes again
+			if werr := c.write(text); werr != nil {
+				return werr
+			}
 		}
 		if errors.Is(err, io.EOF) {
 			return nil
@@ -119,4 +153,20 @@ func copyLogs(e *env, r io.Reader) error {
 			return err
 		}
 	}
+}
+
+func (c *logCopier) write(text string) error {
+	l, err := client.ParseLogLine(strings.TrimSuffix(text, "\n"))
+	if err == nil {
+		rank := fmt.Sprintf("%s/%d/%d", l.App, l.Group, l.Rank)
+		if !l.Time.After(c.known[rank]) {
+			return nil
+		}
+		c.newest[rank] = l.Time
+		if c.e.io.OutTTY && c.e.io.Color {
+			text = c.e.io.paint(faint, l.Time.Local().Format(time.TimeOnly)+" "+rank) + " " + l.Text + "\n"
+		}
+	}
+	_, err = io.WriteString(c.e.io.Out, text)
+	return err
 }

@@ -18,13 +18,12 @@ import (
 
 // Pace of a monitor.
 const (
-	pollEvery     = 50 * time.Millisecond // a status request to a loopback API takes well under a millisecond
-	redrawEvery   = 100 * time.Millisecond
-	maxAPISilence = 5 * time.Second  // how long the API may be silent before the monitor gives up
-	callTimeout   = 5 * time.Second  // deadline of one call
-	maxLogTail    = 20               // log lines of a failed rank that are printed
-	watchRefresh  = time.Second      // status -w on a terminal
-	stillEvery    = 30 * time.Second // off a terminal: between two lines about ranks that still start
+	pollEvery    = 50 * time.Millisecond // a status request to a loopback API takes well under a millisecond
+	redrawEvery  = 100 * time.Millisecond
+	callTimeout  = 5 * time.Second  // deadline of one call
+	maxLogTail   = 20               // log lines of a failed rank that are printed
+	watchRefresh = time.Second      // status -w on a terminal
+	stillEvery   = 30 * time.Second // off a terminal: between two lines about ranks that still start
 )
 
 // monitor polls the status of applications and shows changes: in place on a terminal, one line per change
@@ -35,33 +34,41 @@ type monitor struct {
 	now   func() time.Time
 	paint func(color, string) string
 
-	pinned      bool // a later revision than the wanted one ends the wait
-	started     time.Time
-	seen        map[string]string // rank → the last text printed about it
-	lastDrawn   time.Time
-	lastStill   time.Time // when a line about ranks that still start was printed
-	silentSince time.Time // since when the API does not answer; zero = it does
+	pinned    bool // a later revision than the wanted one ends the wait
+	patience  *patience
+	started   time.Time
+	seen      map[string]string // rank → the last text printed about it
+	lastDrawn time.Time
+	lastStill time.Time // when a line about ranks that still start was printed
 }
 
 func newMonitor(e *env, cluster admin, scr *screen) *monitor {
+	p := newPatience(e, maxAPISilence)
+	p.answered = true // to the command that is monitored
 	return &monitor{
 		admin: cluster, scr: scr, now: e.now, paint: e.io.paintLive, started: e.now(), lastStill: e.now(),
-		seen: map[string]string{},
+		seen: map[string]string{}, patience: p,
 	}
 }
 
 // pollUntil polls the apps and calls done with them until done returns true or an error, or until ctx ends.
-// It tolerates API failures for maxAPISilence.
+// It asks again for maxAPISilence if the API does not answer.
 func (m *monitor) pollUntil(ctx context.Context, names []string,
 	done func([]client.AppStatus) (bool, error),
 ) error {
 	defer m.scr.clear()
 	for {
-		apps, ok, err := m.fetchApps(ctx, names)
+		var apps []client.AppStatus
+		ok, err := m.patience.watchOnce(ctx, func(ctx context.Context) (err error) {
+			apps, err = m.admin.Apps(ctx)
+			return err
+		})
 		if err != nil {
 			return err
 		}
 		if ok {
+			apps = slices.DeleteFunc(apps,
+				func(a client.AppStatus) bool { return !slices.Contains(names, a.Name) })
 			m.draw(apps)
 			if over, err := done(apps); over || err != nil {
 				return err
@@ -71,28 +78,6 @@ func (m *monitor) pollUntil(ctx context.Context, names []string,
 			return err
 		}
 	}
-}
-
-// fetchApps returns the apps among names that exist. ok is false without an error while the API may be
-// silent.
-func (m *monitor) fetchApps(ctx context.Context, names []string,
-) (apps []client.AppStatus, ok bool, err error) {
-	call, cancel := context.WithTimeout(ctx, callTimeout)
-	defer cancel()
-	all, err := m.admin.Apps(call)
-	switch {
-	case err == nil:
-		m.silentSince = time.Time{}
-		return slices.DeleteFunc(all,
-			func(a client.AppStatus) bool { return !slices.Contains(names, a.Name) }), true, nil
-	case ctx.Err() != nil:
-		return nil, false, context.Cause(ctx)
-	case m.silentSince.IsZero():
-		m.silentSince = m.now()
-	case m.now().Sub(m.silentSince) > maxAPISilence:
-		return nil, false, err
-	}
-	return nil, false, nil
 }
 
 // draw shows the present state of the apps.
@@ -273,9 +258,15 @@ func followUntilDone(ctx context.Context, e *env, timeout time.Duration,
 ) error {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	scr, said, printed := e.screen(), "", printedLines{}
+	scr, said, printed, patience := e.screen(), "", printedLines{}, newPatience(e, maxAPISilence)
+	patience.answered = true // to the command that began the operation
 	for {
-		left, over, err := look(ctx)
+		var left string
+		var over bool
+		_, err := patience.watchOnce(ctx, func(ctx context.Context) (err error) {
+			left, over, err = look(ctx)
+			return err
+		})
 		if err != nil && ctx.Err() == nil {
 			return err
 		}

@@ -34,8 +34,8 @@ func newStatus(e *env) *cobra.Command {
 		Long: `status shows every application, or one, with its ranks; those that are not ready come first.
 States of an application: DEPLOYING, RUNNING, UNHEALTHY, DEPLOY_FAILED, DELETING. A rank is pending,
 starting, ready, fenced, killing, backoff, draining or failed; it is unreachable while its node does not
-answer. -w goes on until Ctrl-C: redrawn on a terminal, one line per change elsewhere. A narrow terminal
-shows fewer columns.
+answer. -w goes on until Ctrl-C, also when the cluster gets another leader: redrawn on a terminal, one line
+per change elsewhere. A narrow terminal shows fewer columns.
 
 Columns: EPOCH counts the starts of a rank's unit, AGE is the time in its present state, IN-FLIGHT the
 requests it works on, TOK/S the tokens it generated per second over the last 10 s, TTFT-P50 and -P95 the time
@@ -68,7 +68,12 @@ func runStatus(ctx context.Context, e *env, f *statusFlags, cluster admin, args 
 	if f.watch {
 		return watchStatus(ctx, e, f, cluster, args)
 	}
-	apps, next, err := fetchStatus(ctx, cluster, args)
+	var apps []client.AppStatus
+	var next string
+	err := newPatience(e, maxLeaderWait).askUntilAnswered(ctx, func(ctx context.Context) (err error) {
+		apps, next, err = fetchStatus(ctx, cluster, args)
+		return err
+	})
 	if err != nil {
 		return err
 	}
@@ -169,9 +174,15 @@ func namesOf(apps []client.AppStatus) []string {
 // a line per change, or with -o json a document per line. The last status stays on the terminal.
 func watchStatus(ctx context.Context, e *env, f *statusFlags, cluster admin, args []string) error {
 	w := &watcher{e: e, f: f, scr: e.screen(), printed: printedLines{}}
+	patience := newPatience(e, maxAPISilence)
 	for ctx.Err() == nil {
-		apps, next, err := fetchStatus(ctx, cluster, args)
-		if err == nil {
+		var apps []client.AppStatus
+		var next string
+		ok, err := patience.watchOnce(ctx, func(ctx context.Context) (err error) {
+			apps, next, err = fetchStatus(ctx, cluster, args)
+			return err
+		})
+		if ok {
 			err = w.show(apps, next)
 		}
 		if err != nil && ctx.Err() == nil {

@@ -243,6 +243,9 @@ func (b *backend) nodesWithoutLeader() []client.NodeStatus {
 		switch {
 		case rec.UID == n.ident.UID: // it answers, whatever gossip remembers of it
 			s.State, s.LastSeen, s.SeenBy = "alive", time.Now(), seenItself
+			if rec.Draining { // the command that watches the drain goes on
+				s.State = "draining"
+			}
 			if t := n.warning(); t != "" {
 				s.Notes = append(s.Notes, t)
 			}
