@@ -85,7 +85,7 @@ func logTarget(s string) (client.LogQuery, error) {
 func runLogs(ctx context.Context, e *env, cluster admin, q client.LogQuery) error {
 	lines := logCopier{e: e, newest: map[string]time.Time{}}
 	patience := newPatience(e, maxAPISilence)
-	for {
+	for ctx.Err() == nil {
 		var stream io.ReadCloser
 		ok, err := patience.ask(ctx, func(ctx context.Context) (err error) {
 			stream, err = cluster.Logs(ctx, q)
@@ -95,11 +95,9 @@ func runLogs(ctx context.Context, e *env, cluster admin, q client.LogQuery) erro
 			err = lines.copy(stream)
 			_ = stream.Close() // only read
 		}
-		if ctx.Err() != nil && q.Follow {
-			return nil //nolint:nilerr // Ctrl-C ends following
-		}
 		isCut := errors.Is(err, io.ErrUnexpectedEOF)
 		switch {
+		case ctx.Err() != nil && q.Follow: // Ctrl-C ends following
 		case isCut && q.Follow:
 			patience.say("the log stream was cut: the leader has changed, or dpserve is being restarted")
 			q.Since, q.Tail = lines.resume(q.Since), client.AllLines
@@ -109,10 +107,9 @@ func runLogs(ctx context.Context, e *env, cluster admin, q client.LogQuery) erro
 		case ok || err != nil:
 			return err
 		}
-		if pause.For(ctx, watchRefresh) != nil {
-			return nil
-		}
+		_ = pause.For(ctx, watchRefresh)
 	}
+	return nil
 }
 
 // logCopier copies lines unchanged; on a terminal it paints the head of each line. It leaves out the lines

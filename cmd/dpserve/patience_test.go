@@ -58,7 +58,7 @@ func TestCommandsSurviveAChangeOfLeader(t *testing.T) {
 		{"rotate-key", "nodes rotate-key", times(2, noLeader()), 0, again + "5s\ndpserve: the gossip has"},
 		{"a watch", "status -w", []error{nil, nil, noLeader(), refused(), nil}, 0, again + "5s\n"},
 		{"a watch without end", "status -w", append(times(2, nil), times(1000, refused())...), 1, "no answer"},
-		{"what is watched goes", "status -w", []error{nil, nil, unknownApp()}, 1, "dpserve: there is no demo\n"},
+		{"what is watched goes", "status -w", []error{nil, nil, unknownApp()}, 1, "there is no demo\n"},
 		{"a deletion", "delete demo --yes", []error{nil, noLeader()}, 0, again + "5s\n"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -100,7 +100,8 @@ func TestFollowedLogsGoOnAfterACut(t *testing.T) {
 		more := day + "1.5Z demo/0/2 stdout late\n" + day + "3Z demo/0/0 stdout three\n"
 		cli := newCLI(t)
 		cli.cluster.logs = []io.Reader{
-			cut(first + day + "3Z demo/0/0 std"), cut(first + more), cut(first + more),
+			cut(first + day + "3Z demo/0/0 std"), cut(first + more),
+			cut(first + more),
 			strings.NewReader(first + more + "no line of an engine\n"),
 		}
 		cli.cluster.failures = []error{nil, noLeader(), refused(), nil, nil}
