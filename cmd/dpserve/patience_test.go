@@ -57,7 +57,7 @@ func TestCommandsSurviveAChangeOfLeader(t *testing.T) {
 		{"leave", "leave --yes", []error{nil, nil, noLeader()}, 0, again + "5s\n"},
 		{"rotate-key", "nodes rotate-key", times(2, noLeader()), 0, again + "5s\ndpserve: the gossip has"},
 		{"a watch", "status -w", []error{nil, nil, noLeader(), refused(), nil}, 0, again + "5s\n"},
-		{"a watch without end", "status -w", append(times(2, nil), times(1000, refused())...), 1, "no answer"},
+		{"a watch without end", "status -w", append(times(2, nil), times(999, refused())...), 1, "no answer"},
 		{"what is watched goes", "status -w", []error{nil, nil, unknownApp()}, 1, "there is no demo\n"},
 		{"a deletion", "delete demo --yes", []error{nil, noLeader()}, 0, again + "5s\n"},
 	} {
@@ -88,7 +88,7 @@ func TestCommandsSurviveAChangeOfLeader(t *testing.T) {
 	}
 }
 
-// A stream of log lines that was cut goes on: no line of a rank comes twice, and the line at the cut is whole.
+// A stream of log lines that was cut goes on: no line comes twice, and the line at the cut is whole.
 func TestFollowedLogsGoOnAfterACut(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
