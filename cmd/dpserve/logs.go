@@ -28,8 +28,8 @@ func newLogs(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "logs APP[/GROUP[/RANK]] [flags]",
 		Short: "what the engines write",
-		Long: `logs shows the last lines of the engines of an application, a group or one rank. -f goes on until
-Ctrl-C, also when the cluster gets another leader.`,
+		Long: `logs shows the last lines of the engines of an application, a group or one rank. -f goes on
+until Ctrl-C, also when the cluster gets another leader.`,
 		Example: `  dpserve logs demo/0/3 --tail 20
   dpserve logs demo -f --since 5m`,
 		Args: requireArgs(1, "APP[/GROUP[/RANK]]"),
