@@ -90,10 +90,13 @@ func (f *attachFlags) list() ([]attached, error) {
 	return out, nil
 }
 
-// attachFile probes running engines and writes an app.yaml that puts one endpoint in front of them. All
-// engines must serve the first engine's model; other names that all of them serve become aliases. note says
-// what else the engines tell of themselves; "" = nothing.
-func attachFile(ctx context.Context, f *attachFlags) (text []byte, note string, err error) {
+// prober says what the engines at urls are. with has their key and CA.
+type prober func(urls []string, with app.Engine) ([]attach.Found, error)
+
+// attachFile writes an app.yaml that puts one endpoint in front of running engines. All of them must serve
+// the first engine's model; other names that all of them serve become aliases. note says what else the
+// engines tell of themselves; "" = nothing.
+func attachFile(f *attachFlags, probe prober) (text []byte, note string, err error) {
 	engines, err := f.list()
 	if err != nil {
 		return nil, "", err
@@ -106,7 +109,7 @@ func attachFile(ctx context.Context, f *attachFlags) (text []byte, note string, 
 	for _, one := range engines {
 		urls = append(urls, one.url)
 	}
-	found, err := probeAll(ctx, urls, with)
+	found, err := probe(urls, with)
 	if err != nil {
 		return nil, "", err
 	}

@@ -40,7 +40,7 @@ func addCompletions(e *env, root *cobra.Command) {
 	}
 	byFlag := map[string][]cobra.Completion{
 		"engine": {engineSim}, "roles": server.AllRoles(), "on-lease-loss": {"serve", "fence"},
-		"policy": routing.Names(), "identity": {app.IdentityText, app.IdentityTokens},
+		"from": dialects, "policy": routing.Names(), "identity": {app.IdentityText, app.IdentityTokens},
 		"log-format": {"text", "json"}, "log-level": {"debug", "info", "warn", "error"},
 	}
 	for cmd := range allCommands(root) {

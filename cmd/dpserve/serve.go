@@ -38,6 +38,12 @@ type serveFlags struct {
 }
 
 func newServe(e *env) *cobra.Command {
+	cmd, _ := serveCommand(e)
+	return cmd
+}
+
+// serveCommand returns the command and what its flags say once they are parsed.
+func serveCommand(e *env) (*cobra.Command, *serveFlags) {
 	f := &serveFlags{up: newUpFlags()}
 	cmd := &cobra.Command{
 		Use:   "serve MODEL [flags] [-- ENGINE FLAGS]",
@@ -84,7 +90,7 @@ write instead.`,
 		}
 		return f.run(cmd.Context(), e, args)
 	}
-	return cmd
+	return cmd, f
 }
 
 // add adds the flags of serve.
@@ -121,7 +127,7 @@ func (f *serveFlags) add(cmd *cobra.Command) {
 
 // checkArgs allows one argument before the dash, and flags behind it.
 func (f *serveFlags) checkArgs(cmd *cobra.Command, args []string) error {
-	before, _ := splitAtDash(cmd, args)
+	before := beforeDash(cmd, args)
 	switch {
 	case len(before) == 0 && f.model == "":
 		return problem.New(problem.InvalidArgument, "serve wants MODEL").
@@ -134,23 +140,17 @@ func (f *serveFlags) checkArgs(cmd *cobra.Command, args []string) error {
 	return nil
 }
 
-// splitAtDash returns the arguments before and behind --.
-func splitAtDash(cmd *cobra.Command, args []string) (before, behind []string) {
+// beforeDash returns the arguments before --.
+func beforeDash(cmd *cobra.Command, args []string) []string {
 	if n := cmd.ArgsLenAtDash(); n >= 0 {
-		return args[:n], args[n:]
+		return args[:n]
 	}
-	return args, nil
+	return args
 }
 
 // run prints the application, or serves it.
 func (f *serveFlags) run(ctx context.Context, e *env, args []string) error {
-	behind := args
-	if f.model == "" {
-		f.model, behind = args[0], args[1:]
-	} else if len(args) > 0 && args[0] == f.model {
-		behind = args[1:]
-	}
-	file, err := f.file(e, behind)
+	file, err := f.file(e, f.takeModel(args))
 	if err != nil {
 		return err
 	}
@@ -171,6 +171,18 @@ func (f *serveFlags) run(ctx context.Context, e *env, args []string) error {
 		return err
 	}
 	return runUp(ctx, e, f.up, file)
+}
+
+// takeModel takes MODEL off the arguments, and returns the words behind --.
+func (f *serveFlags) takeModel(args []string) (behind []string) {
+	if f.model == "" {
+		f.model = args[0]
+		return args[1:]
+	}
+	if len(args) > 0 && args[0] == f.model {
+		return args[1:]
+	}
+	return args
 }
 
 // checkDevices refuses engines that need devices where this node offers none. Too few of them are the

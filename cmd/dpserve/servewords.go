@@ -34,26 +34,32 @@ var otherWords = map[string]string{
 	"file":       "`dpserve up FILE` runs a file",
 }
 
-// arrange sorts the words of a command line of serve, so that the flag parser, which knows only flags of
-// serve, can read it: flags of engines go behind --, and those that serve has under its own name go before
-// it. On a command line of up it joins the words of --prefill. Every other one stays as it is.
+// arrange changes a command line of serve or up, so that the flag parser can read it. Every other one stays
+// as it is.
 func arrange(root *cobra.Command, args []string) []string {
 	cmd, words, err := root.Find(args)
-	switch {
-	case err != nil || cmd.Parent() != root:
-		return args
-	case cmd.Name() == "up":
-		return append([]string{cmd.Name()}, arrangeUp(words)...)
-	case cmd.Name() != "serve":
+	if err != nil || cmd.Parent() != root {
 		return args
 	}
+	switch cmd.Name() {
+	case "up":
+		return append([]string{cmd.Name()}, arrangeUp(words)...)
+	case "serve":
+		return append([]string{cmd.Name()}, arrangeServe(cmd, words)...)
+	}
+	return args
+}
+
+// arrangeServe sorts the words of a command line of serve: the parser knows only flags of serve, so flags of
+// engines go behind --, and those that serve has under its own name go before it.
+func arrangeServe(cmd *cobra.Command, words []string) []string {
 	cmd.InitDefaultHelpFlag()
 	cmd.InheritedFlags() // adds the flags that all commands have
 	a := arranger{flags: cmd.Flags(), engine: engineOf(words)}
 	for len(words) > 0 {
 		words = a.take(words)
 	}
-	out := slices.Concat([]string{cmd.Name()}, a.own, a.rest)
+	out := slices.Concat(a.own, a.rest)
 	if a.isBehind || len(a.behind) > 0 {
 		out = slices.Concat(out, []string{"--"}, a.behind)
 	}

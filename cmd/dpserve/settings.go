@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"maps"
 	"math"
@@ -160,6 +161,22 @@ func (s *settings) apply(e *env, doc object) {
 		}
 		at[keys[last]] = one.value
 	}
+}
+
+// appendTo writes the settings into an application at the end of a file.
+func (s *settings) appendTo(e *env, text []byte) []byte {
+	keys := object{}
+	s.apply(e, keys)
+	return appendYAML(text, 4, keys)
+}
+
+// parse reads a file with the settings.
+func (s *settings) parse(e *env, base app.Application, name string, text []byte) (*appFile, error) {
+	file, err := parseApps(e, base, name, text)
+	if faults, ok := errors.AsType[app.Faults](err); ok && len(s.list) > 0 {
+		return nil, s.explain("up", faults, s.wordOf)
+	}
+	return file, err
 }
 
 // settleRouting adds what flags of other routers mean beyond their own key: a parameter means the policy of

@@ -25,6 +25,7 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/engine/attach"
 	"github.com/dpserve/dpserve/internal/engineflags"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/server"
@@ -65,6 +66,12 @@ func newUpFlags() *upFlags {
 }
 
 func newUp(e *env) *cobra.Command {
+	cmd, _ := upCommand(e)
+	return cmd
+}
+
+// upCommand returns the command and what its flags say once they are parsed.
+func upCommand(e *env) (*cobra.Command, *upFlags) {
 	f := newUpFlags()
 	cmd := &cobra.Command{
 		Use:   "up [FILE] [flags]",
@@ -106,7 +113,7 @@ at once. "dpserve help status" explains the columns.`,
 		}
 		return runUp(cmd.Context(), e, f, file)
 	}
-	return cmd
+	return cmd, f
 }
 
 // addCommon adds the flags that up and serve share.
@@ -158,7 +165,11 @@ func readUpFile(ctx context.Context, e *env, f *upFlags, args []string) (*appFil
 	case f.engines.isAttach():
 		name = "--attach"
 		var note string
-		if text, note, err = attachFile(ctx, &f.engines); err != nil {
+		probe := func(urls []string, with app.Engine) ([]attach.Found, error) {
+			return probeAll(ctx, urls, with)
+		}
+		text, note, err = attachFile(&f.engines, probe)
+		if err != nil {
 			return nil, err
 		}
 		if note != "" {
@@ -170,9 +181,7 @@ func readUpFile(ctx context.Context, e *env, f *upFlags, args []string) (*appFil
 			return nil, err
 		}
 	}
-	keys := object{}
-	f.settings.apply(e, keys)
-	text = appendYAML(text, 4, keys)
+	text = f.settings.appendTo(e, text)
 	if f.engines.isAttach() {
 		if err := f.showFile(e, text); err != nil {
 			return nil, err
@@ -180,10 +189,7 @@ func readUpFile(ctx context.Context, e *env, f *upFlags, args []string) (*appFil
 	}
 	base := app.Default()
 	base.GracefulShutdownTimeout = upGraceS
-	file, err := parseApps(e, base, name, text)
-	if faults, ok := errors.AsType[app.Faults](err); ok && len(keys) > 0 {
-		return nil, f.settings.explain("up", faults, f.settings.wordOf)
-	}
+	file, err := f.settings.parse(e, base, name, text)
 	if err != nil {
 		return nil, err
 	}
