@@ -65,6 +65,32 @@ func (c *Client) Delete(ctx context.Context, name string) error {
 	return c.call(ctx, request{method: http.MethodDelete, path: appPath(name)}, nil)
 }
 
+// History lists the revisions of an application that the cluster keeps, the newest first.
+func (c *Client) History(ctx context.Context, app string) ([]Revision, error) {
+	r, err := get[struct{ Revisions []Revision }](ctx, c, appPath(app)+"/revisions")
+	return r.Revisions, err
+}
+
+// AppFile returns an application at a revision (0 = the current one) in the form of a file that deploys it.
+func (c *Client) AppFile(ctx context.Context, app string, revision uint64) (AppFile, error) {
+	path := appPath(app) + "/revisions/current"
+	if revision != 0 {
+		path = appPath(app) + "/revisions/" + strconv.FormatUint(revision, 10)
+	}
+	return get[AppFile](ctx, c, path)
+}
+
+// Rollback deploys what an application had at a revision; 0 = the last good one before the current one.
+func (c *Client) Rollback(ctx context.Context, app string, to uint64) (DeployResult, error) {
+	var out DeployResult
+	q := url.Values{}
+	if to != 0 {
+		q.Set("to", strconv.FormatUint(to, 10))
+	}
+	err := c.call(ctx, request{method: http.MethodPost, path: appPath(app) + "/rollback", query: q}, &out)
+	return out, err
+}
+
 // AddRank attaches an engine to an application of kind attach. rank is a map like an item of engine.ranks, in
 // JSON or YAML. It returns once that is committed; App shows when the rank serves.
 func (c *Client) AddRank(ctx context.Context, app string, rank []byte) (RankChange, error) {

@@ -17,10 +17,14 @@ const (
 
 // AppStatus is an application as status and the admin API show it.
 type AppStatus struct {
-	Name     string       `json:"name"`
-	Status   string       `json:"status"` // StatusRunning and the like
-	Message  string       `json:"message,omitempty"`
-	Revision uint64       `json:"revision"`
+	Name     string `json:"name"`
+	Status   string `json:"status"` // StatusRunning and the like
+	Message  string `json:"message,omitempty"`
+	Revision uint64 `json:"revision"`
+	// the units of the revision are still replaced, or have not been ready for rollout.min_ready_s
+	RollingOut bool `json:"rolling_out,omitempty"`
+	// why the last roll-out ended early; nil: it did not, or the application was deployed again since
+	Halt     *Halt        `json:"halt,omitempty"`
 	Model    string       `json:"model"`
 	Kind     string       `json:"kind"`
 	Coupling string       `json:"coupling"`
@@ -39,6 +43,34 @@ type AppStatus struct {
 	Pools []PoolStatus `json:"pools,omitempty"`
 	// requests that the queue of one ingress holds; more are refused
 	MaxQueued int `json:"max_queued,omitempty"`
+}
+
+// Halt is why the roll-out of a revision ended early.
+type Halt struct {
+	Revision uint64    `json:"revision"`
+	BackTo   uint64    `json:"back_to,omitempty"` // the revision that was deployed again; 0 = none was
+	Unit     string    `json:"unit"`              // whose end halted it
+	Unready  bool      `json:"unready,omitempty"` // it was never ready: its first starts failed
+	Cause    string    `json:"cause"`
+	LogTail  []string  `json:"log_tail,omitempty"` // the last lines of its engine
+	At       time.Time `json:"at"`
+}
+
+// Revision is one of the revisions of an application that the cluster keeps.
+type Revision struct {
+	Revision  uint64    `json:"revision"`
+	At        time.Time `json:"at"`             // when it was deployed
+	From      uint64    `json:"from,omitempty"` // the revision that it repeats; 0 = it came from a file
+	IsCurrent bool      `json:"current,omitempty"`
+	IsGood    bool      `json:"good,omitempty"`   // its roll-out ended well
+	Halted    string    `json:"halted,omitempty"` // why its roll-out was halted
+}
+
+// AppFile is an application at a revision, in the form of a file.
+type AppFile struct {
+	App      string `json:"app"`
+	Revision uint64 `json:"revision"`
+	Text     string `json:"text"` // app.yaml. It has the values of engine.env
 }
 
 // Pools of an application with prefill and decode ranks.

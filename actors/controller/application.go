@@ -22,6 +22,7 @@ type application struct {
 	units    []app.Unit         // wanted, of all pools
 	launch   map[string]string
 
+	rollOut    rollOut
 	running    uint64 // the last revision that was RUNNING
 	status     state.AppStatus
 	lastCounts []RanksEffect // the last emitted counts of its pools
@@ -103,6 +104,7 @@ const kvEventsOn = "on"
 // only for a policy that reads them, so such a change of policy changes it.
 func launchSpec(a *app.Application, u *app.Unit) *app.Application {
 	l := *a
+	l.Rollout = app.Rollout{}
 	l.RoutePrefix, l.Routing, l.Timeouts, l.Retries = "", app.Routing{}, app.Timeouts{}, app.Retries{}
 	l.MaxQueuedRequests, l.MaxQueuedTokens, l.GracefulShutdownTimeout = 0, 0, 0
 	l.NumReplicas, l.NumGroups = 0, 0

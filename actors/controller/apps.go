@@ -15,16 +15,18 @@ import (
 )
 
 // updateApps decodes the apps of the current state.
-func (c *Core) updateApps() {
+func (c *Core) updateApps(now time.Time) {
 	for name, s := range c.state.Apps {
 		old := c.apps[name]
 		if old == nil || old.revision != s.Revision {
 			c.apps[name] = readApp(s)
 			if old != nil {
 				c.apps[name].status, c.apps[name].lastCounts = old.status, old.lastCounts
+				c.apps[name].rollOut = rollOut{since: now, busy: old.rollOut.busy}
 			}
 		}
 		c.apps[name].deleting = s.Deleting
+		c.updateRollOut(now, c.apps[name], s)
 		if !s.Deleting {
 			c.apps[name].busy = false // the app was forgotten and deployed again before this snapshot
 		}
@@ -132,6 +134,7 @@ func (c *Core) grace(u *unit) time.Duration {
 
 // reconcileApp starts missing units and rolls out a newer revision.
 func (c *Core) reconcileApp(now time.Time, a *application) {
+	c.decideRollOut(now, a)
 	for i := range a.units {
 		w := &a.units[i]
 		u := c.units[w.ID]
@@ -170,13 +173,14 @@ func (c *Core) isStale(a *application, u *unit) bool {
 }
 
 // rollUnit ends a unit of an older revision, so that it starts anew: at once if it does not serve, else one
-// ready unit of the pool at a time. A unit that fails under the new revision stops the roll-out, and the
-// other units continue to serve.
+// ready unit of the pool at a time, after the one before has passed its probation. A halted roll-out takes no
+// further unit, and the other units continue to serve.
 func (c *Core) rollUnit(now time.Time, a *application, u *unit) {
 	switch u.m.Phase {
 	case state.Starting, state.Fenced, state.Killing, state.Backoff, state.Failed, state.Draining:
 	case state.Ready:
-		if c.findUnready(a, u, true) != "" {
+		if a.isHalted() || a.rollOut.failure != nil || a.rollOut.next.Waits(u.pool) ||
+			c.findUnready(a, u, true) != "" {
 			return
 		}
 	default:
@@ -261,7 +265,7 @@ func (c *Core) forgetFinished(now time.Time) {
 	}
 	for _, name := range c.appNames() {
 		a := c.apps[name]
-		if a.deleting && left[name] == 0 && !a.busy && !now.Before(a.retryAt) {
+		if a.deleting && left[name] == 0 && !a.busy && !a.rollOut.busy && !now.Before(a.retryAt) {
 			a.busy = true
 			c.emit(ProposeEffect{App: name, Command: state.Command{ForgetApp: &state.ForgetApp{Name: name}}})
 		}
@@ -316,7 +320,7 @@ func (c *Core) deriveStatus(a *application, units []app.Unit) state.AppStatus {
 	if a.broken != "" && !a.deleting {
 		return state.DeployFailed
 	}
-	seen := state.Seen{Deleting: a.deleting, WasRunning: a.running == a.revision}
+	seen := state.Seen{Deleting: a.deleting, Halted: a.isHalted(), WasRunning: a.running == a.revision}
 	for i := range units {
 		seen.Units = append(seen.Units, c.wantedPhase(a, units[i].ID))
 	}
@@ -352,6 +356,7 @@ func (c *Core) messageLines(a *application) []string {
 	if a.deleting {
 		return nil
 	}
+	out := a.haltLine()
 	type line struct {
 		unit, phase, why string
 		more             int // units with the same reason
@@ -378,13 +383,13 @@ func (c *Core) messageLines(a *application) []string {
 		}
 		lines = append(lines, l)
 	}
-	out := make([]string, len(lines))
-	for i, l := range lines {
-		out[i] = l.unit + " " + l.phase + ": " + l.why
+	for _, l := range lines {
+		text := l.unit + " " + l.phase + ": " + l.why
 		if l.more > 0 { // only of units that wait: "is pending", "is in backoff"
-			out[i] = fmt.Sprintf("%s and %d more are %s: %s", l.unit, l.more,
+			text = fmt.Sprintf("%s and %d more are %s: %s", l.unit, l.more,
 				strings.TrimPrefix(l.phase, "is "), l.why)
 		}
+		out = append(out, text)
 	}
 	return out
 }

@@ -102,7 +102,13 @@ func (c *Core) Due() time.Time {
 		}
 	}
 	for _, a := range c.apps {
-		if a.deleting && !a.busy {
+		switch {
+		case !a.deleting:
+			earlier(a.rollOut.next.Due)
+			if !a.rollOut.busy {
+				earlier(a.rollOut.retryAt)
+			}
+		case !a.busy:
 			earlier(a.retryAt)
 		}
 	}
@@ -129,7 +135,7 @@ func (c *Core) applyState(now time.Time, s *state.State) {
 		return
 	}
 	c.state = s
-	c.updateApps()
+	c.updateApps(now)
 	c.updatePeers(now)
 	if old == nil {
 		c.resumeAll(now)
@@ -245,13 +251,7 @@ func (c *Core) commandDone(now time.Time, in CommandDone) {
 		return
 	}
 	if in.Unit == "" {
-		if a := c.apps[in.App]; a != nil {
-			a.busy = a.deleting && in.Err == nil // wait for the state without the app
-			a.retryAt = time.Time{}
-			if in.Err != nil {
-				a.retryAt = now.Add(c.timers.Retry)
-			}
-		}
+		c.appCommandDone(now, in)
 		return
 	}
 	u := c.units[in.Unit]
@@ -261,6 +261,23 @@ func (c *Core) commandDone(now time.Time, in CommandDone) {
 	u.busy = false
 	if in.Err != nil && !isTypedRefusal(in.Err) {
 		u.requeue(now.Add(c.timers.Retry))
+	}
+}
+
+// appCommandDone takes the result of the one command of an application that is under way.
+func (c *Core) appCommandDone(now time.Time, in CommandDone) {
+	a := c.apps[in.App]
+	if a == nil {
+		return
+	}
+	if a.rollOut.busy {
+		a.rollOut.busy, a.rollOut.retryAt = false, now.Add(c.timers.Retry)
+		return
+	}
+	a.busy = a.deleting && in.Err == nil // wait for the state without the app
+	a.retryAt = time.Time{}
+	if in.Err != nil {
+		a.retryAt = now.Add(c.timers.Retry)
 	}
 }
 

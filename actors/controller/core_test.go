@@ -27,7 +27,7 @@ func TestDeployRunDeleteTranscript(t *testing.T) {
 	w.up("chat/0/0", "chat/0/1")
 	assert.Equal(t, []string{
 		"chat/0/0: starting → ready", "unit_ready chat/0/0", "chat/0/1: starting → ready",
-		"unit_ready chat/0/1", "chat: DEPLOYING → RUNNING",
+		"mark_good ", "unit_ready chat/0/1", "chat: DEPLOYING → RUNNING",
 	}, w.takeTrace())
 	assert.Equal(t, state.Ready, w.state.Units["chat/0/1"].Phase)
 
@@ -322,7 +322,7 @@ func TestCommandsThatDoNotGetThroughAreRepeated(t *testing.T) {
 	w.pass(time.Second)
 	w.pass(time.Second)
 	assert.Empty(t, w.state.Apps)
-	assert.Len(t, failed, 4)
+	assert.Len(t, failed, 5)
 }
 
 func TestUnitWithoutItsNodeIsPlacedElsewhere(t *testing.T) {

@@ -28,7 +28,7 @@ func (c *Controller) Reshape(ctx context.Context, pools []*app.Application, revi
 	if err != nil {
 		return state.Result{}, err
 	}
-	d.put.Expect = map[string]uint64{pools[0].Name: revision}
+	d.put.Expect, d.put.At = map[string]uint64{pools[0].Name: revision}, c.cfg.Clock().UnixMilli()
 	c.setGrace(grace, true)
 	r, err := c.cfg.Proposer.Propose(ctx, state.Command{PutApps: d.put})
 	if err != nil {
@@ -78,6 +78,7 @@ type Deployment struct {
 	Seen    *uint64            // the revision at which the caller has seen the cluster; nil = any
 	Prune   bool               // delete the applications that are not listed
 	Partial bool               // groups without room wait for it
+	From    uint64             // the revision that it repeats; 0 = it comes from a file
 }
 
 // Deploy creates or replaces applications and, with Prune, deletes the others. It first computes a placement
@@ -97,7 +98,7 @@ func (c *Controller) Deploy(ctx context.Context, what Deployment) (state.Result,
 	if err != nil {
 		return state.Result{}, nil, err
 	}
-	d.put.Expect = expect
+	d.put.Expect, d.put.At, d.put.From = expect, c.cfg.Clock().UnixMilli(), what.From
 	before := c.unitEpochs()
 	r, err := c.cfg.Proposer.Propose(ctx, state.Command{PutApps: d.put})
 	if err != nil {

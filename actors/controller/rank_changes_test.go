@@ -44,8 +44,9 @@ func TestARemovedRankDrainsAndTheOthersDoNotNotice(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, 1, *gone.Number)
 	w.reshape(b)
-	assert.Equal(t, []string{"ext/0/1: ready → draining", "stop ext/0/1 epoch 1 on a, grace 30s"},
-		w.takeTrace())
+	assert.Equal(t, []string{
+		"ext/0/1: ready → draining", "stop ext/0/1 epoch 1 on a, grace 30s", "mark_good ",
+	}, w.takeTrace())
 	assert.Equal(t, "RUNNING", w.status("ext"))
 	require.Len(t, view{w.core}.Status()[0].Units, 3, "who drains is still shown")
 

@@ -1,7 +1,9 @@
 package controller
 
 import (
+	"bytes"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
@@ -9,17 +11,24 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
 )
+
+// changed is an application with another model than that of sim, and with the default of `rollout:`.
+func changed(dp int) *app.Application {
+	a := sim("chat", dp, app.Independent)
+	a.Model.Source = "m2"
+	a.Rollout = app.Rollout{MinReadyS: 10, OnFailure: app.OnFailureRollback}
+	return a
+}
 
 func TestRolloutReplacesOneReadyUnitAtATime(t *testing.T) {
 	w := newWorld(t)
 	w.deploy(sim("chat", 3, app.Independent))
 	units := []string{"chat/0/0", "chat/0/1", "chat/0/2"}
 	w.up(units...)
-	next := sim("chat", 3, app.Independent)
-	next.Model.Source = "m2"
-	w.deploy(next)
+	w.deploy(changed(3))
 	assert.Equal(t, "DEPLOYING", w.status("chat"))
 	for i, u := range units {
 		ready := 0
@@ -35,7 +44,243 @@ func TestRolloutReplacesOneReadyUnitAtATime(t *testing.T) {
 		require.Equal(t, uint64(2), w.state.Units[u].AppRevision)
 		w.up(u)
 		require.Equal(t, i == 2, w.status("chat") == "RUNNING")
+		require.True(t, view{w.core}.Status()[0].RollingOut)
+		w.pass(9 * time.Second)
+		for _, v := range units[i+1:] {
+			require.Equal(t, state.Ready, w.phase(v), "waits until "+u+" has passed its probation")
+		}
+		w.pass(time.Second)
 	}
+	assert.False(t, view{w.core}.Status()[0].RollingOut)
+	assert.Equal(t, uint64(2), w.state.LastGood("chat"))
+}
+
+func TestAUnitThatEndsOnProbationTakesTheRevisionBack(t *testing.T) {
+	for _, onFailure := range []string{app.OnFailureRollback, app.OnFailureHalt} {
+		t.Run(onFailure, func(t *testing.T) {
+			w := newWorld(t)
+			w.deploy(sim("chat", 3, app.Independent))
+			w.up("chat/0/0", "chat/0/1", "chat/0/2")
+			next := changed(3)
+			next.Rollout.OnFailure = onFailure
+			w.deploy(next)
+			w.says("a", "chat/0/0", msg.UnitGone)
+			w.up("chat/0/0")
+			w.pass(3 * time.Second)
+			w.says("a", "chat/0/0", msg.UnitGone, because("out of memory", "CUDA error"))
+
+			status := view{w.core}.Status()[0]
+			require.NotNil(t, status.Halt)
+			assert.Equal(t, []string{"CUDA error"}, status.Halt.LogTail)
+			assert.Equal(t, "out of memory", status.Halt.Cause)
+			assert.Contains(t, status.Message, "the roll-out of revision 2 was halted")
+			assert.False(t, status.RollingOut)
+			for _, other := range []string{"chat/0/1", "chat/0/2"} {
+				assert.Equal(t, state.Ready, w.phase(other))
+				assert.Equal(t, uint64(1), w.state.Epochs[other], "was never touched")
+			}
+			if onFailure == app.OnFailureHalt {
+				w.pass(2 * time.Second)
+				w.up("chat/0/0")
+				w.pass(time.Minute)
+				assert.Equal(t, "DEPLOY_FAILED", w.status("chat"))
+				assert.Equal(t, state.Ready, w.phase("chat/0/1"))
+				w.deploy(next)
+				assert.Equal(t, state.Draining, w.phase("chat/0/1"), "deployed again, it goes on")
+				return
+			}
+			w.up("chat/0/0")
+			assert.Equal(t, "RUNNING", w.status("chat"))
+			assert.Equal(t, uint64(3), w.state.LastGood("chat"))
+			w.reboot()
+			assert.NotNil(t, view{w.core}.Status()[0].Halt, "the next leader knows it")
+		})
+	}
+}
+
+func TestAnEndThatANodeCausedHaltsNothing(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 2, app.Independent))
+	w.up("chat/0/0", "chat/0/1")
+	w.deploy(changed(2))
+	w.says("a", "chat/0/0", msg.UnitGone)
+	w.up("chat/0/0")
+	w.step(StateSeen{w.state.Clone()})
+	w.core.stepUnit(w.now, w.core.units["chat/0/0"], state.Event{Kind: state.EvLost, Reason: "restarted"})
+	w.step(TimerFired{})
+	assert.Nil(t, view{w.core}.Status()[0].Halt)
+	assert.True(t, view{w.core}.Status()[0].RollingOut)
+}
+
+// A deletion does not wait for the end of a probation, nor does a command of the roll-out that is under way
+// keep the application.
+func TestDeleteDuringARollout(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 1, app.Independent))
+	var under []ProposeEffect
+	w.auto = func(_ *world, e Effect) bool {
+		p, ok := e.(ProposeEffect)
+		if ok = ok && p.Command.MarkGood != nil; ok {
+			under = append(under, p)
+		}
+		return ok
+	}
+	w.up("chat/0/0")
+	require.Len(t, under, 1)
+	w.delete("chat")
+	w.says("a", "chat/0/0", msg.UnitGone)
+	require.NotEmpty(t, w.state.Apps, "waits for the result")
+	w.step(CommandDone{App: "chat"})
+	assert.Empty(t, w.state.Apps)
+
+	w.auto = nil
+	w.deploy(sim("chat", 1, app.Independent))
+	w.up("chat/0/0")
+	w.deploy(changed(1))
+	w.says("a", "chat/0/0", msg.UnitGone)
+	w.up("chat/0/0")
+	w.delete("chat")
+	w.pass(time.Minute)
+	w.says("a", "chat/0/0", msg.UnitGone)
+	assert.Empty(t, w.state.Apps)
+	assert.True(t, w.quiet())
+}
+
+func TestAHaltThatDoesNotGetThroughIsRepeated(t *testing.T) {
+	w := newWorld(t)
+	w.deploy(sim("chat", 2, app.Independent))
+	w.up("chat/0/0", "chat/0/1")
+	w.deploy(changed(2))
+	w.says("a", "chat/0/0", msg.UnitGone)
+	w.up("chat/0/0")
+	lost := 0
+	w.lose = func(c state.Command) error {
+		if c.HaltRollout != nil && lost < 2 {
+			lost++
+			return errLost
+		}
+		return nil
+	}
+	w.says("a", "chat/0/0", msg.UnitGone, because("crash"))
+	require.Equal(t, 1, lost)
+	w.pass(500 * time.Millisecond)
+	require.Equal(t, 1, lost, "it waits")
+	w.pass(2 * time.Second)
+	assert.Equal(t, 2, lost)
+	assert.Equal(t, uint64(3), w.state.Apps["chat"].Revision)
+}
+
+func TestRollback(t *testing.T) {
+	source := func(model string) *app.Application {
+		a := sim("chat", 2, app.Independent)
+		a.Model.Source = model
+		return a
+	}
+	for _, c := range []struct {
+		name  string
+		to    uint64
+		begin func(t *testing.T, r *rig)
+		want  string // the model that runs then, or the error
+	}{
+		{"to the good one before", 0, func(t *testing.T, r *rig) {
+			r.deploy(t, source("m1"))
+			r.deploy(t, source("m2"))
+		}, "m1"},
+		{"of what a rollback brought", 0, func(t *testing.T, r *rig) {
+			r.deploy(t, source("m1"))
+			r.deploy(t, source("m2"))
+			r.deploy(t, source("m1"))
+		}, "m2"},
+		{"to a number", 1, func(t *testing.T, r *rig) {
+			r.deploy(t, source("m1"))
+			r.deploy(t, source("m2"))
+			r.deploy(t, source("m3"))
+		}, "m1"},
+		{"while a roll-out runs", 0, func(t *testing.T, r *rig) {
+			r.deploy(t, source("m1"))
+			next := source("m2")
+			next.Rollout.MinReadyS = 10
+			r.deploy(t, next)
+			require.True(t, r.Status()[0].RollingOut)
+		}, "m1"},
+		{
+			"of the first revision", 0, func(t *testing.T, r *rig) { r.deploy(t, source("m1")) },
+			"chat is at revision 1, and no other one before it is known as good",
+		},
+		{
+			"to the current one", 1, func(t *testing.T, r *rig) { r.deploy(t, source("m1")) },
+			"chat is at revision 1",
+		},
+		{
+			"to one that is not kept", 7, func(t *testing.T, r *rig) { r.deploy(t, source("m1")) },
+			`application "chat": there is no revision 7`,
+		},
+		{
+			"of an unknown application", 0, func(*testing.T, *rig) {},
+			`there is no application "chat"`,
+		},
+		{"of an attached application", 0, func(t *testing.T, r *rig) {
+			for _, url := range []string{"http://a", "http://b"} {
+				a := attachedTo(url)
+				a.Name = "chat"
+				r.deploy(t, a)
+			}
+		}, "the engines of chat are attached: a former revision may list engines that are gone"},
+		{"to one that does not fit any more", 0, func(t *testing.T, r *rig) {
+			big := source("m1")
+			big.DataParallel.DPSize, big.NumReplicas = 8, 8
+			r.deploy(t, big)
+			r.deploy(t, source("m2"))
+			r.deploy(t, sim("other", 6, app.Independent))
+		}, "place chat/0: 2 of 8 ranks can be placed (PACK)"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			rigged(t, nil, func(t *testing.T, r *rig) {
+				c.begin(t, r)
+				before := r.store.State().Revision
+				_, _, err := r.Rollback(t.Context(), "chat", c.to)
+				synctest.Wait()
+				if err != nil {
+					assert.Contains(t, err.Error(), c.want)
+					assert.Equal(t, before, r.store.State().Revision, "nothing has changed")
+					return
+				}
+				pools, err := r.store.State().Apps["chat"].Pools()
+				require.NoError(t, err)
+				assert.Equal(t, c.want, pools[0].Model.Source)
+				assert.Equal(t, "RUNNING", r.Status()[0].Status)
+			})
+		})
+	}
+}
+
+// What `get` prints deploys the same application again.
+func TestTheFileOfARevisionDeploysIt(t *testing.T) {
+	text := "applications:\n- name: chat\n  model: {id: m1}\n  engine: {kind: sim, args: {seed: 7}, " +
+		"env: {A: \"1\"}}\n  data_parallel: {dp_size: 2}\n  rollout: {min_ready_s: 3}\n"
+	w := newWorld(t)
+	deploy := func(text []byte) {
+		file, _, err := app.Parse(app.Default(), "app.yaml", text)
+		require.NoError(t, err)
+		w.deploy(file.Applications...)
+	}
+	deploy([]byte(text))
+	first, at, err := PastFile(w.state, "chat", 0)
+	require.NoError(t, err)
+	assert.Equal(t, uint64(1), at)
+	deploy(first)
+	assert.Equal(t, uint64(1), w.state.Apps["chat"].Revision, "no change")
+	deploy(bytes.ReplaceAll([]byte(text), []byte("m1"), []byte("m2")))
+	again, _, err := PastFile(w.state, "chat", 1)
+	require.NoError(t, err)
+	assert.Equal(t, string(first), string(again))
+
+	list, err := History(w.state, "chat")
+	require.NoError(t, err)
+	assert.Len(t, list, 2)
+	assert.True(t, list[0].IsCurrent && list[0].Revision == 2)
+	_, err = History(w.state, "nope")
+	assert.Equal(t, problem.NotFound, problem.CodeOf(err))
 }
 
 func TestRolloutStopsAtAFailedUnit(t *testing.T) {

@@ -31,7 +31,7 @@ func (c view) StatusWithout(unreachable map[string]string) []client.AppStatus {
 func (c view) appStatus(a *application, unreachable map[string]string) client.AppStatus {
 	s := client.AppStatus{
 		Name: a.name, Status: string(c.deriveStatus(a, a.units)), Revision: a.revision,
-		Pools: c.poolStatuses(a),
+		Pools: c.poolStatuses(a), RollingOut: a.isRollingOut(), Halt: a.haltStatus(),
 	}
 	if spec := a.spec(); spec != nil {
 		s.Model, s.Kind, s.Coupling, s.Policy = spec.Model.ID, string(spec.Engine.Kind),

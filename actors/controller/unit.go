@@ -46,6 +46,7 @@ type unit struct {
 	pending []pendingCommand // in order; at most a release and a grant
 	current pendingCommand   // under way
 	busy    bool             // a command of this unit is under way
+	proven  uint64           // epoch under which it has passed the probation of a roll-out
 	retryAt time.Time
 	drain   *time.Duration // drain time set for this unit; nil = the application's
 	noRoom  string         // why the RankAssigner found no room; "" = not tried, or found

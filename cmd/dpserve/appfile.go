@@ -26,7 +26,8 @@ type appFile struct {
 	name    string // for messages
 	text    []byte
 	apps    []*app.Application
-	changed bool // apps differ from text
+	changed bool   // apps differ from text
+	again   string // the command that deploys it; "" = deploy of the file
 }
 
 // readApps reads and checks a file ("-" is stdin). It prints warnings to stderr and returns faults as

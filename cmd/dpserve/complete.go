@@ -35,7 +35,8 @@ func addCompletions(e *env, root *cobra.Command) {
 		"router reset": complete(e, appNames), "ranks add": complete(e, attachedApps),
 		"ranks remove": complete(e, attachedApps, attachedRanks), "drain": complete(e, nodeNames),
 		"undrain": complete(e, nodeNames), "nodes remove": complete(e, nodeNames),
-		"ranks call":   complete(e, appNames),
+		"ranks call": complete(e, appNames),
+		"history":    complete(e, appNames), "get": complete(e, appNames), "rollback": complete(e, appNames),
 		"token revoke": complete(e, tokenIDs),
 	}
 	byFlag := map[string][]cobra.Completion{

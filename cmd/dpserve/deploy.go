@@ -36,10 +36,12 @@ func newDeploy(e *env) *cobra.Command {
 		Use:   "deploy FILE [flags]",
 		Short: "bring the applications of a file to RUNNING",
 		Long: `deploy checks FILE, shows what changes, applies it and waits until every rank serves.
-Applications that FILE does not list stay as they are, unless --prune is given. A rollout that fails ends it
-with exit code 5 and the log lines of the rank that failed. One that another deploy replaces, or whose
-application is deleted, ends it with exit code 1. Ctrl-C leaves the monitor (exit code 130) and the rollout
-goes on.
+Applications that FILE does not list stay as they are, unless --prune is given. When FILE changes ranks that
+run, they are replaced one unit at a time, and each must be ready for rollout.min_ready_s before the next one
+goes. A rank that ends before that, or does not start, halts the rollout: the cluster goes back to the last
+good revision (rollout.on_failure), and deploy ends with log lines of that rank and exit code 1, or 5 if the
+rank was never ready. A rollout that another deploy replaces, or whose application is deleted, ends it with
+exit code 1. Ctrl-C leaves the monitor (exit code 130) and the rollout goes on.
 
 It says what it does in the words of plan. -o json prints the status in the end, or with --detach what was
 applied.`,
@@ -48,7 +50,6 @@ applied.`,
 		Args: requireArgs(1, "FILE"),
 	}
 	flags := cmd.Flags()
-	flags.BoolVar(&f.detach, "detach", false, "do not wait for RUNNING")
 	flags.BoolVar(&f.dryRun, "dry-run", false, "show what would change, and change nothing")
 	flags.BoolVar(&f.prune, "prune", false, "delete applications that FILE does not list")
 	flags.BoolVar(&f.partial, "partial", false,
@@ -56,9 +57,8 @@ applied.`,
 	flags.Uint64Var(&f.revision, "revision", 0,
 		"`REVISION` of the cluster that plan showed; refused if an application of FILE has changed since")
 	flags.BoolVar(&f.yes, "yes", false, "do not ask before --prune deletes something")
-	flags.DurationVar(&f.timeout, "timeout", deployTimeout, "how long to wait for RUNNING; then exit code 8")
 	flags.StringVar(&f.engine, "engine", "", "sim: run the file on the simulated engine")
-	f.output = addOutput(cmd)
+	f.addWaitFlags(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		if cmd.Flags().Changed("revision") {
 			f.pinned = &f.revision
@@ -68,9 +68,24 @@ applied.`,
 	return cmd
 }
 
-func runDeploy(ctx context.Context, e *env, f *deployFlags, path string) error {
+// addWaitFlags adds the flags of a command that waits for a roll-out.
+func (f *deployFlags) addWaitFlags(cmd *cobra.Command) {
+	cmd.Flags().BoolVar(&f.detach, "detach", false, "do not wait for RUNNING")
+	cmd.Flags().DurationVar(&f.timeout, "timeout", deployTimeout,
+		"how long to wait for RUNNING; then exit code 8")
+	f.output = addOutput(cmd)
+}
+
+func (f *deployFlags) check(cmd string) error {
 	if f.timeout <= 0 {
-		return usageError("deploy", "--timeout %s: must be positive", f.timeout)
+		return usageError(cmd, "--timeout %s: must be positive", f.timeout)
+	}
+	return nil
+}
+
+func runDeploy(ctx context.Context, e *env, f *deployFlags, path string) error {
+	if err := f.check("deploy"); err != nil {
+		return err
 	}
 	file, err := readFor(e, f.engine, func() (*appFile, error) { return readApps(e, path) })
 	if err != nil {
@@ -98,6 +113,11 @@ func (f *deployFlags) deploy(ctx context.Context, e *env, cluster admin, file *a
 	if err != nil {
 		return err
 	}
+	return f.finish(ctx, e, cluster, result)
+}
+
+// finish shows what a deploy has changed and waits until it is rolled out.
+func (f *deployFlags) finish(ctx context.Context, e *env, cluster admin, result client.DeployResult) error {
 	printChanges(e, result)
 	if !f.detach {
 		return awaitRunning(ctx, e, f, cluster, result)

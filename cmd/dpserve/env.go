@@ -119,6 +119,9 @@ type admin interface {
 	Plan(ctx context.Context, r client.DeployRequest) (client.Plan, error)
 	Deploy(ctx context.Context, r client.DeployRequest) (client.DeployResult, error)
 	Delete(ctx context.Context, name string) error
+	History(ctx context.Context, app string) ([]client.Revision, error)
+	AppFile(ctx context.Context, app string, revision uint64) (client.AppFile, error)
+	Rollback(ctx context.Context, app string, to uint64) (client.DeployResult, error)
 	AddRank(ctx context.Context, app string, rank []byte) (client.RankChange, error)
 	CallEngines(ctx context.Context, app, method, path string, ranks []string, body []byte,
 	) (client.RankAnswers, error)

@@ -99,11 +99,14 @@ type fakeCluster struct {
 	asked    []client.LogQuery
 	logs     []io.Reader // the next streams of log lines
 	router   fakeRouter
-	added    []string             // APP RANK
-	removed  []client.RankRemoval // of edge
-	onApps   func(call int)
-	calls    int
-	deadline time.Time // of the last Apps
+	history  []client.Revision
+	// APP REVISION
+	rolledBack []string
+	added      []string             // APP RANK
+	removed    []client.RankRemoval // of edge
+	onApps     func(call int)
+	calls      int
+	deadline   time.Time // of the last Apps
 }
 
 func (f *fakeCluster) Apps(ctx context.Context) ([]client.AppStatus, error) {
@@ -159,6 +162,19 @@ func (f *fakeCluster) Delete(_ context.Context, name string) error {
 	defer f.mu.Unlock()
 	f.deleted = append(f.deleted, name)
 	return f.down
+}
+
+func (f *fakeCluster) History(context.Context, string) ([]client.Revision, error) {
+	return f.history, f.down
+}
+
+func (f *fakeCluster) AppFile(_ context.Context, app string, revision uint64) (client.AppFile, error) {
+	return client.AppFile{App: app, Revision: revision, Text: tiny}, f.down
+}
+
+func (f *fakeCluster) Rollback(_ context.Context, app string, to uint64) (client.DeployResult, error) {
+	f.rolledBack = append(f.rolledBack, fmt.Sprint(app, " ", to))
+	return client.DeployResult{Apps: map[string]uint64{app: 4}}, f.down
 }
 
 func (f *fakeCluster) AddRank(_ context.Context, app string, rank []byte) (client.RankChange, error) {

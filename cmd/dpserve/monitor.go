@@ -137,6 +137,9 @@ func (m *monitor) liveLines(apps []client.AppStatus) renderer {
 	for i := range apps {
 		a := &apps[i]
 		heads[i] = fmt.Sprintf("%s %s, %d of %d ranks ready", a.Name, a.Status, a.Ready, a.Desired)
+		if a.RollingOut {
+			heads[i] += ", rolling out"
+		}
 	}
 	return func(width, height int) []string {
 		elapsed := m.now().Sub(m.started).Seconds()
@@ -160,8 +163,9 @@ func (m *monitor) liveLines(apps []client.AppStatus) renderer {
 	}
 }
 
-// awaitRunning waits until every app runs at the given revision or later. Errors: problem.Unplaceable with
-// the failing rank's log lines, problem.Timeout, errInterrupted.
+// awaitRunning waits until every app runs at the given revision or later and is rolled out. Errors:
+// problem.Unplaceable when a unit does not start and problem.Upstream when one ends that was ready, both with
+// log lines of it; problem.Timeout, errInterrupted.
 func (m *monitor) awaitRunning(ctx context.Context, want map[string]uint64) error {
 	names := slices.Sorted(maps.Keys(want))
 	begun := map[string]bool{}
@@ -176,19 +180,48 @@ func (m *monitor) awaitRunning(ctx context.Context, want map[string]uint64) erro
 			if a.Revision < want[a.Name] {
 				continue
 			}
+			if a.Halt != nil && a.Halt.Revision == want[a.Name] {
+				if a.Halt.BackTo == 0 || isSettled(a) {
+					return true, haltError(a)
+				}
+				continue // it goes back
+			}
 			if err := replacedError(a, want[a.Name]); err != nil && m.pinned {
 				return true, err
+			}
+			if !isSettled(a) {
+				continue
 			}
 			if a.Status == client.StatusDeployFailed {
 				return true, deployFailure(a)
 			}
-			if a.Status == client.StatusRunning {
-				up++
-			}
+			up++
 		}
 		return up == len(want), nil
 	})
 	return lateError(err, "not RUNNING in time: %s; the rollout goes on", strings.Join(names, ", "))
+}
+
+// isSettled reports whether a deploy of an application has ended, well or not. A roll-out that has failed is
+// halted at once.
+func isSettled(a *client.AppStatus) bool {
+	return (a.Status == client.StatusRunning || a.Status == client.StatusDeployFailed) && !a.RollingOut
+}
+
+// haltError is the error of a roll-out that was halted.
+func haltError(a *client.AppStatus) error {
+	h, then, code, what := a.Halt, "the units that were not replaced go on", problem.Upstream, "ended"
+	if h.Unready {
+		code, what = problem.Unplaceable, "did not start"
+	}
+	if h.BackTo != 0 {
+		then = fmt.Sprintf("revision %d is back, %d of %d ranks are ready", h.BackTo, a.Ready, a.Desired)
+	}
+	err := problem.New(code, "%s: the rollout of revision %d was halted, because %s %s: %s; %s", a.Name,
+		h.Revision, h.Unit, what, joinLines(h.Cause), then)
+	return err.WithDetails(cutTail(h.LogTail)...).WithHint(
+		"correct the file and deploy it again; `dpserve get %s --revision %d` prints what was halted", a.Name,
+		h.Revision)
 }
 
 // lateError returns err, unless it is the deadline: then it says what is not there yet.
@@ -236,10 +269,13 @@ func deployFailure(a *client.AppStatus) error {
 		WithHint("correct the file and deploy it again")
 }
 
+// cutTail returns the log lines of a failed rank that are printed.
+func cutTail(tail []string) []string { return tail[max(0, len(tail)-maxLogTail):] }
+
 func unitFailure(app string, u *client.UnitStatus) error {
 	err := problem.New(problem.Unplaceable, "%s cannot be rolled out: %s failed after %s: %s", app, u.Unit,
 		formatCount(u.Attempt, "attempt"), joinLines(u.Reason))
-	tail := u.LogTail[max(0, len(u.LogTail)-maxLogTail):]
+	tail := cutTail(u.LogTail)
 	if len(tail) == 0 { // the engine ended before it wrote a line
 		return err.WithHint(
 			"correct what the reason names and deploy again; taken ports: give this node a --port-range " +

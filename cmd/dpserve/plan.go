@@ -19,6 +19,7 @@ import (
 
 type planFlags struct {
 	exitCode, prune bool
+	revision        uint64
 	engine          string
 	output          *format
 }
@@ -26,11 +27,11 @@ type planFlags struct {
 func newPlan(e *env) *cobra.Command {
 	f := &planFlags{}
 	cmd := &cobra.Command{
-		Use:   "plan FILE [flags]",
+		Use:   "plan FILE|APP [flags]",
 		Short: "show what deploy would do, and where every rank would go",
 		Long: `plan asks the cluster what a deploy of FILE would do, on which node each rank would run, what
 that takes of each node, and why something finds no place. It changes nothing. What cannot be placed ends it
-with exit code 5.
+with exit code 5. With --revision it says the same of a rollback of APP to that revision.
 
   + create        the application, or the unit, is new
   ~ update        it changes, and no rank that runs is touched
@@ -40,20 +41,31 @@ with exit code 5.
   - delete        it drains and ends
   no change`,
 		Example: `  dpserve plan app.yaml
-  dpserve plan app.yaml --exit-code            # 3 if a deploy would change something`,
+  dpserve plan app.yaml --exit-code            # 3 if a deploy would change something
+  dpserve plan demo --revision 3               # how the present revision differs from revision 3`,
 		Args: requireArgs(1, "FILE"),
 	}
 	cmd.Flags().BoolVar(&f.exitCode, "exit-code", false, "exit code 3 when something would change")
 	cmd.Flags().BoolVar(&f.prune, "prune", false,
 		"as if deploy deleted the applications that FILE does not list")
+	cmd.Flags().Uint64Var(&f.revision, "revision", 0, "former `REVISION` of APP, instead of FILE")
 	cmd.Flags().StringVar(&f.engine, "engine", "", "sim: plan the file for the simulated engine")
 	f.output = addOutput(cmd)
+	addRevisionCompletion(e, cmd, "revision")
 	cmd.RunE = func(cmd *cobra.Command, args []string) error { return runPlan(cmd.Context(), e, f, args[0]) }
 	return cmd
 }
 
 func runPlan(ctx context.Context, e *env, f *planFlags, path string) error {
-	file, err := readFor(e, f.engine, func() (*appFile, error) { return readApps(e, path) })
+	if f.revision != 0 && (f.prune || f.engine != "") {
+		return usageError("plan", "--revision excludes --prune and --engine")
+	}
+	file, err := readFor(e, f.engine, func() (*appFile, error) {
+		if f.revision != 0 {
+			return f.readRevision(ctx, e, path)
+		}
+		return readApps(e, path)
+	})
 	if err != nil {
 		return err
 	}
@@ -77,6 +89,23 @@ func runPlan(ctx context.Context, e *env, f *planFlags, path string) error {
 		return &silentError{code: exitDiffers}
 	}
 	return nil
+}
+
+// readRevision reads the file of a former revision of an application.
+func (f *planFlags) readRevision(ctx context.Context, e *env, name string) (file *appFile, err error) {
+	err = e.withAdmin(func(cluster admin) error {
+		past, err := cluster.AppFile(ctx, name, f.revision)
+		if err != nil {
+			return err
+		}
+		file, err = parseApps(e, app.Default(), fmt.Sprintf("%s@%d", name, past.Revision), []byte(past.Text))
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	file.again = fmt.Sprintf("dpserve rollback %s --to %d", name, f.revision)
+	return file, nil
 }
 
 // unplacedError is the error of a plan in which some units find no place.
@@ -118,7 +147,8 @@ func planListing(p *client.Plan, file *appFile) *listing {
 	case p.Fits:
 		l.notes = slices.Concat(planSummary(p), lossNotes(p, file.apps), sharedNotes(p),
 			memoryNotes(file.apps), []string{
-				fmt.Sprintf("to do this: dpserve deploy %s --revision %d", file.name, p.Revision),
+				"to do this: " + cmp.Or(file.again,
+					fmt.Sprintf("dpserve deploy %s --revision %d", file.name, p.Revision)),
 			})
 	}
 	return l

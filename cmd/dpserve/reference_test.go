@@ -34,7 +34,7 @@ the names of applications, ranks and nodes, which it asks the cluster for.
 | 0 | ok; also ` + "`up`, `serve` and `start`" + ` after a drain that a signal asked for, ` +
 	`and a watch that Ctrl-C ended |
 | 1 | error; also ` + "`deploy`" + ` when another deploy replaces its revision, ` +
-	`or its application is deleted, and ` + "`doctor`" + ` when something fails |
+	`its application is deleted or a rank ends during the rollout, and ` + "`doctor`" + ` when something fails |
 | 2 | usage, or a file with faults |
 | 3 | differs (only with ` + "`--exit-code`" + `) |
 | 4 | authentication |
@@ -61,8 +61,8 @@ func reference(t *testing.T) string {
 	var b strings.Builder
 	b.WriteString(referenceHead)
 	for _, name := range []string{
-		"up", "serve", "start", "join", "validate", "convert", "plan", "deploy", "status",
-		"route", "route explain",
+		"up", "serve", "start", "join", "validate", "convert", "plan", "deploy", "history", "get",
+		"rollback", "status", "route", "route explain",
 		"router", "router show", "router reset", "logs", "delete", "ranks", "ranks add", "ranks call",
 		"ranks remove", "nodes", "nodes remove", "nodes rotate-key",
 		"drain", "undrain", "restart", "leave", "recover",

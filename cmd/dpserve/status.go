@@ -158,7 +158,7 @@ func newStatusListing(e *env, apps []client.AppStatus, next string) *listing {
 	return &listing{
 		document: statusDocument{Apps: apps, Next: next}, names: namesOf(apps),
 		table: func(wide bool) []*table { return newStatusView(e, wide).tables(apps) },
-		notes: notes, more: indexNotes(apps),
+		notes: notes, more: slices.Concat(indexNotes(apps), haltNotes(apps)),
 	}
 }
 

@@ -35,6 +35,13 @@ type Backend interface {
 	// Delete marks an application for deletion and returns once that is committed, before its engines are
 	// gone.
 	Delete(ctx context.Context, name string) error
+	// History lists the revisions of an application that the cluster keeps, the newest first.
+	History(ctx context.Context, name string) ([]client.Revision, error)
+	// AppFile returns an application at a revision (0 = the current one) in the form of a file.
+	AppFile(ctx context.Context, name string, revision uint64) (client.AppFile, error)
+	// Rollback deploys what an application had at a revision (0 = the last good one before the current one)
+	// and returns once that is committed.
+	Rollback(ctx context.Context, name string, to uint64) (DeployResult, error)
 	// Logs opens the engines' log lines; the server closes the stream.
 	Logs(ctx context.Context, q client.LogQuery) (LogStream, error)
 	// Events returns the kept events with a number above since, oldest first, and a channel that is closed at
@@ -76,6 +83,9 @@ func (h appHandlers) addRoutes(g *gin.Engine) {
 	g.GET(pathApps, reply(h.apps))
 	g.GET(pathApps+"/:app", reply(h.app))
 	g.DELETE(pathApps+"/:app", reply(h.delete))
+	g.GET(pathApps+"/:app/revisions", reply(h.history))
+	g.GET(pathApps+"/:app/revisions/:revision", reply(h.appFile))
+	g.POST(pathApps+"/:app/rollback", reply(h.rollback, "to"))
 	g.GET(pathApps+"/:app/logs", stream(h.logs))
 	g.GET(pathEvents, stream(h.events))
 }
@@ -95,10 +105,45 @@ func (h appHandlers) deploy(c *gin.Context, q query) (int, any, error) {
 		return 0, nil, err
 	}
 	res, err := h.backend.Deploy(c.Request.Context(), req)
-	return http.StatusAccepted, client.DeployResult{
+	return http.StatusAccepted, convertResult(&res), err
+}
+
+func convertResult(res *DeployResult) client.DeployResult {
+	return client.DeployResult{
 		Revision: res.Revision, Apps: res.Apps, Changes: notNull(res.Changes),
 		Warnings: ConvertFaults(res.Warnings),
-	}, err
+	}
+}
+
+func (h appHandlers) rollback(c *gin.Context, q query) (int, any, error) {
+	to, _, err := q.counter("to")
+	if err != nil {
+		return 0, nil, err
+	}
+	res, err := h.backend.Rollback(c.Request.Context(), c.Param("app"), to)
+	return http.StatusAccepted, convertResult(&res), err
+}
+
+func (h appHandlers) history(c *gin.Context, _ query) (int, any, error) {
+	list, err := h.backend.History(c.Request.Context(), c.Param("app"))
+	return http.StatusOK, gin.H{"revisions": notNull(list)}, err
+}
+
+// currentRevision names the current revision in a path.
+const currentRevision = "current"
+
+func (h appHandlers) appFile(c *gin.Context, _ query) (int, any, error) {
+	var revision uint64
+	if word := c.Param("revision"); word != currentRevision {
+		var err error
+		if revision, err = strconv.ParseUint(word, 10, 64); err != nil || revision == 0 {
+			return 0, nil, problem.New(problem.InvalidArgument, "revision %q is no number from 1", word).
+				WithHint("GET /api/v1/apps/%s/revisions lists them; %s is the current one", c.Param("app"),
+					currentRevision)
+		}
+	}
+	file, err := h.backend.AppFile(c.Request.Context(), c.Param("app"), revision)
+	return http.StatusOK, file, err
 }
 
 // ConvertFaults returns the faults or warnings of a file as the API sends them.

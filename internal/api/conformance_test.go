@@ -1,6 +1,7 @@
 package api_test
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -8,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"strings"
 	"testing"
 	"time"
 
@@ -23,7 +25,7 @@ import (
 
 func TestClientAndServerAgree(t *testing.T) {
 	b := newBackend()
-	_, c := serve(t, api.Config{Backend: b})
+	s, c := serve(t, api.Config{Backend: b})
 	ctx := t.Context()
 
 	v, err := c.Version(ctx)
@@ -62,6 +64,32 @@ func TestClientAndServerAgree(t *testing.T) {
 	apps, err = c.Apps(ctx)
 	require.NoError(t, err)
 	assert.Equal(t, []client.AppStatus{status}, apps)
+	revisions, err := c.History(ctx, "demo")
+	require.NoError(t, err)
+	assert.Equal(t, []client.Revision{{Revision: 3, IsCurrent: true, From: 1}}, revisions)
+	for _, at := range []uint64{0, 2} {
+		f, err := c.AppFile(ctx, "demo", at)
+		require.NoError(t, err)
+		assert.Equal(t, client.AppFile{App: "demo", Revision: cmp.Or(at, 3), Text: "applications: []\n"}, f)
+		res, err := c.Rollback(ctx, "demo", at)
+		require.NoError(t, err)
+		assert.Equal(t, map[string]uint64{"demo": at}, res.Apps)
+	}
+	for _, path := range []string{"/revisions/0", "/revisions/x", "/rollback?to=-1", "/rollback?at=1"} {
+		method := http.MethodGet
+		if strings.HasPrefix(path, "/rollback") {
+			method = http.MethodPost
+		}
+		url := "http://" + s.Addr().String() + "/api/v1/apps/demo" + path
+		r, err := http.NewRequestWithContext(ctx, method, url, http.NoBody)
+		require.NoError(t, err)
+		answer, err := http.DefaultClient.Do(r)
+		require.NoError(t, err)
+		require.NoError(t, answer.Body.Close())
+		assert.Equal(t, http.StatusBadRequest, answer.StatusCode, path)
+	}
+	_, err = c.Rollback(ctx, "nope", 0)
+	assert.Equal(t, client.CodeNotFound, client.CodeOf(err))
 	require.NoError(t, c.Delete(ctx, "demo"))
 }
 

@@ -1,6 +1,7 @@
 package api_test
 
 import (
+	"cmp"
 	"context"
 	"io"
 	"slices"
@@ -119,6 +120,21 @@ func (b *backend) Delete(ctx context.Context, name string) error {
 		b.deleted = append(b.deleted, name)
 	}
 	return err
+}
+
+func (b *backend) History(ctx context.Context, name string) ([]client.Revision, error) {
+	_, err := b.App(ctx, name)
+	return []client.Revision{{Revision: 3, IsCurrent: true, From: 1}}, err
+}
+
+func (b *backend) AppFile(ctx context.Context, name string, revision uint64) (client.AppFile, error) {
+	_, err := b.App(ctx, name)
+	return client.AppFile{App: name, Revision: cmp.Or(revision, 3), Text: "applications: []\n"}, err
+}
+
+func (b *backend) Rollback(ctx context.Context, name string, to uint64) (api.DeployResult, error) {
+	_, err := b.App(ctx, name)
+	return api.DeployResult{Apps: map[string]uint64{name: to}}, err
 }
 
 func (b *backend) Logs(_ context.Context, q client.LogQuery) (api.LogStream, error) {

@@ -39,6 +39,7 @@ func TestThePageHasEveryRoute(t *testing.T) {
 	var served []string
 	names := strings.NewReplacer(
 		":app", "APP", ":node", "NODE", ":deployment", "DEPLOYMENT", "*id", "ID", ":token", "ID",
+		":revision", "REVISION",
 	)
 	for _, r := range s.newEngine().Routes() {
 		served = append(served, r.Method+" "+names.Replace(r.Path))

@@ -84,6 +84,8 @@ type Application struct {
 	HealthCheckTimeoutS float64 `json:"health_check_timeout_s" is:"seconds" default:"5"`
 	// drain of running streams; 0 cuts them. 10 under `up`
 	GracefulShutdownTimeout float64 `json:"graceful_shutdown_timeout_s" is:"seconds or 0" default:"1800"`
+	// how a change of the file goes to the ranks that run
+	Rollout Rollout `json:"rollout"`
 	// how prefill and decode ranks work together
 	Disaggregation *Disaggregation `json:"disaggregation,omitempty" unset:"no prefill ranks"`
 	// which pool of the application this is: PoolPrefill or PoolDecode; "" if the application has one pool
@@ -289,6 +291,23 @@ type Retries struct {
 	// assistant; [operations](operations.md#streams-that-go-on) says what is not continued
 	ContinueStreams bool `json:"continue_streams" is:"true or false" default:"true"`
 }
+
+// Rollout says how a new revision replaces the ranks that run.
+type Rollout struct {
+	// how long a unit of a new revision must be ready before the next one is replaced. A unit that ends
+	// before that halts the roll-out. 0: the next one is replaced at once, and only a unit that does not
+	// start halts it
+	MinReadyS float64 `json:"min_ready_s" is:"seconds or 0" default:"10"`
+	// after a roll-out was halted. `rollback`: the last revision whose roll-out ended well is deployed again.
+	// `halt`: the units that were not replaced go on with what they run
+	OnFailure string `json:"on_failure" words:"rollback | halt" default:"rollback"`
+}
+
+// Words of `rollout.on_failure:`.
+const (
+	OnFailureRollback = "rollback"
+	OnFailureHalt     = "halt"
+)
 
 // scaling is autoscaling_config, which must describe a fixed size.
 type scaling struct {

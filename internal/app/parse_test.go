@@ -443,6 +443,7 @@ func TestDefaults(t *testing.T) {
 		PlacementGroupStrategy: "SPREAD",
 		Routing:                Routing{Policy: "mex", Preset: "documented", Identity: "text"},
 		QueueBounds:            QueueBounds{MaxQueuedRequests: 10_000},
+		Rollout:                Rollout{MinReadyS: 10, OnFailure: OnFailureRollback},
 		Timeouts:               Timeouts{QueueS: 60, FirstTokenS: 300, BetweenTokensS: 30, KeepaliveS: 15},
 		Retries:                Retries{Attempts: 3, ContinueStreams: true},
 		HealthCheckPeriodS:     1, HealthCheckTimeoutS: 5, GracefulShutdownTimeout: 1800,

@@ -53,6 +53,7 @@ func areas() []area {
 		// state reads each application's spec once, for all its readers.
 		{name: "internal/state", layer: 0, deny: io(), also: []string{"internal/app"}},
 		{name: "placement", layer: 0, deny: io()},
+		{name: "internal/rollout", layer: 0, deny: io()},
 		{name: "internal/steptime", layer: 0, deny: io()},
 		{name: "routing", layer: 0, deny: io(), also: []string{"internal/steptime"}},
 		// the life of one request

@@ -187,6 +187,30 @@ func (b *backend) Delete(ctx context.Context, name string) error {
 	return err
 }
 
+func (b *backend) History(_ context.Context, name string) ([]client.Revision, error) {
+	if _, err := b.n.requireLeader(); err != nil {
+		return nil, err
+	}
+	return controller.History(b.n.store.State(), name)
+}
+
+func (b *backend) AppFile(_ context.Context, name string, revision uint64) (client.AppFile, error) {
+	if _, err := b.n.requireLeader(); err != nil {
+		return client.AppFile{}, err
+	}
+	text, at, err := controller.PastFile(b.n.store.State(), name, revision)
+	return client.AppFile{App: name, Revision: at, Text: string(text)}, err
+}
+
+func (b *backend) Rollback(ctx context.Context, name string, to uint64) (api.DeployResult, error) {
+	l, err := b.n.requireLeader()
+	if err != nil {
+		return api.DeployResult{}, err
+	}
+	r, changes, err := l.control.Rollback(ctx, name, to)
+	return api.DeployResult{Revision: r.Revision, Apps: r.Apps, Changes: changes}, err
+}
+
 func (b *backend) Events(since uint64) ([]client.Event, <-chan struct{}) {
 	l, err := b.n.requireLeader()
 	if err != nil {

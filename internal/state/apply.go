@@ -48,6 +48,10 @@ func (s *State) carryOut(c *Command) (Result, error) {
 		return s.deleteApp(c.DeleteApp)
 	case c.ForgetApp != nil:
 		return Result{}, s.forgetApp(c.ForgetApp)
+	case c.MarkGood != nil:
+		return s.markGood(c.MarkGood)
+	case c.HaltRollout != nil:
+		return s.haltRollout(c.HaltRollout)
 	case c.GrantGroup != nil:
 		return s.grantGroup(c.GrantGroup)
 	case c.UnitReady != nil:
@@ -100,10 +104,10 @@ func (s *State) Clone() *State {
 }
 
 // Public returns a snapshot for nodes that take no part in consensus. It leaves out what only control nodes
-// may know (Secrets, Tokens). It keeps Secret, because ingresses hash with it.
+// may know (Secrets, Tokens), or need (History). It keeps Secret, because ingresses hash with it.
 func (s *State) Public() *State {
 	c := s.Clone()
-	c.Secrets, c.Tokens = Secrets{}, map[string]*Token{}
+	c.Secrets, c.Tokens, c.History = Secrets{}, map[string]*Token{}, nil
 	return c
 }
 
@@ -190,7 +194,14 @@ func (s *State) putApps(c *PutApps) (Result, error) {
 	if err := checkNames(next); err != nil {
 		return Result{}, err
 	}
+	before := s.Apps
 	s.Apps = next
+	for i := range c.Apps {
+		a, old := next[c.Apps[i].Name], before[c.Apps[i].Name]
+		if old == nil || old.Revision != a.Revision {
+			s.record(a, c.At, c.From)
+		}
+	}
 	return s.putResult(c.Apps, changed), nil
 }
 
@@ -225,6 +236,9 @@ func (s *State) putApp(next map[string]*App, spec *AppSpec, expect map[string]ui
 			WithHint("wait until it is gone (dpserve status %s), then deploy it again", spec.Name)
 	}
 	if old != nil && bytes.Equal(old.Spec, canonical) {
+		if old.Halt != nil {
+			next[spec.Name] = old.confirm()
+		}
 		return false, nil
 	}
 	a := &App{
@@ -341,6 +355,7 @@ func (s *State) forgetApp(c *ForgetApp) error {
 		}
 	}
 	delete(s.Apps, c.Name)
+	s.setHistory(c.Name, nil)
 	maps.DeleteFunc(s.Served, func(unit, _ string) bool { return appOfUnit(unit) == c.Name })
 	s.Revisions[c.Name] = a.Revision
 	s.dropOldNames()

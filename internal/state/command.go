@@ -20,6 +20,8 @@ type Command struct {
 	PutApps         *PutApps         `json:"put_apps,omitempty"`
 	DeleteApp       *DeleteApp       `json:"delete_app,omitempty"`
 	ForgetApp       *ForgetApp       `json:"forget_app,omitempty"`
+	MarkGood        *MarkGood        `json:"mark_good,omitempty"`
+	HaltRollout     *HaltRollout     `json:"halt_rollout,omitempty"`
 	GrantGroup      *GrantGroup      `json:"grant_group,omitempty"`
 	UnitReady       *UnitRef         `json:"unit_ready,omitempty"`
 	UnitFenced      *UnitRef         `json:"unit_fenced,omitempty"`
@@ -62,6 +64,8 @@ type PutApps struct {
 	// app → revision the caller saw; 0 = must not exist; missing = any
 	Expect map[string]uint64 `json:"expect,omitempty"`
 	Prune  bool              `json:"prune,omitempty"`
+	At     int64             `json:"at,omitempty"`   // unix ms, leader's clock
+	From   uint64            `json:"from,omitempty"` // as in PastSpec
 }
 
 // DeleteApp marks an app as deleting.

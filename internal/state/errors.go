@@ -17,6 +17,7 @@ var (
 	ErrUnknownApp     = errors.New("there is no application")
 	ErrUnknownUnit    = errors.New("unknown unit")
 	ErrStaleRevision  = errors.New("stale revision")
+	ErrNoRevision     = errors.New("there is no revision")
 	ErrStaleEpoch     = errors.New("stale epoch")
 	ErrWrongPhase     = errors.New("not possible in this phase")
 	ErrNameTaken      = errors.New("model name taken")

@@ -50,6 +50,7 @@ type App struct {
 	Spec      json.RawMessage `json:"spec"`       // its pools: []app.Application as JSON
 	Names     []string        `json:"names"`      // every model name clients may send; unique over all apps
 	Deleting  bool            `json:"deleting,omitempty"`
+	Halt      *Halt           `json:"halt,omitempty"` // of the last roll-out; nil = it was not halted
 
 	pools []*app.Application // Spec; nil: not decoded, or unreadable
 }
@@ -164,7 +165,9 @@ type State struct {
 	// Epochs has the highest epoch of each unit. It outlives the unit, so that a re-deployed name never
 	// repeats one.
 	Epochs map[string]uint64 `json:"epochs"`
-	Nodes  map[string]*Node  `json:"nodes,omitempty"`
+	// History has the last specs of each application, the current one last. Followers do not get it.
+	History map[string][]PastSpec `json:"history,omitempty"`
+	Nodes   map[string]*Node      `json:"nodes,omitempty"`
 	// Served has what each unit was ready with last: its Unit.Launch. It outlives grants and releases, and
 	// ends with the application. What has served is started again for ever.
 	Served map[string]string `json:"served,omitempty"`
@@ -200,16 +203,17 @@ const (
 // Seen is the input of DeriveStatus.
 type Seen struct {
 	Deleting   bool
+	Halted     bool    // the roll-out of this revision was halted
 	WasRunning bool    // this revision was RUNNING before
 	Units      []Phase // of every wanted unit; one that still runs an older revision counts as Pending
 }
 
 // DeriveStatus derives an application's status from its units. The first case that applies wins: the
-// application is being deleted, a unit failed, all units are ready, this revision was running before, else it
-// is deploying.
+// application is being deleted, its roll-out was halted or a unit failed, all units are ready, this revision
+// was running before, else it is deploying.
 func DeriveStatus(s Seen) AppStatus {
 	ready := 0
-	failed := false
+	failed := s.Halted
 	for _, p := range s.Units {
 		if p == Ready {
 			ready++
