@@ -23,24 +23,36 @@ func runOperationsPage(t *testing.T, blocks []block) {
 	m.typeBlocks(t, blocks, map[string]string{"app.yaml": readPage(t, "examples/quickstart/app.yaml")})
 }
 
-// runComingFromPage types the commands of docs/coming-from.md on one node, and compares the file that convert
-// prints with the page.
+// runComingFromPage types the commands of docs/coming-from.md on one node, and compares the files that
+// convert prints with the page, which shows them in the same order.
 func runComingFromPage(t *testing.T, blocks []block) {
 	t.Helper()
-	var foreign, own string
+	var foreign string
+	var own []string
 	for _, b := range blocksOf(t, "docs/coming-from.md") {
 		switch {
 		case b.language == "text" && strings.HasPrefix(b.text, "applications:"):
 			foreign = b.text
 		case b.language == "yaml":
-			own = b.text
+			own = append(own, b.text)
 		}
 	}
 	m := &machines{dir: harness.DataDir(t)}
 	m.typeBlocks(t, blocks, map[string]string{"llm.yaml": foreign})
-	converted, err := os.ReadFile(filepath.Join(m.dir, "app.yaml"))
-	require.NoError(t, err)
-	assert.Equal(t, own, string(converted))
+	for i := range blocks {
+		for _, c := range blocks[i].commands() {
+			_, name, isConverted := strings.Cut(c.text, " > ")
+			if !isConverted {
+				continue
+			}
+			converted, err := os.ReadFile(filepath.Join(m.dir, name))
+			require.NoError(t, err)
+			require.NotEmpty(t, own, "the page does not show %s", name)
+			assert.Equal(t, own[0], string(converted), name)
+			own = own[1:]
+		}
+	}
+	assert.Empty(t, own, "no command of the page writes this")
 }
 
 // TestRealEnginesPageShowsWhatIsStarted: a command line on docs/real-engines.md is what dpserve renders for

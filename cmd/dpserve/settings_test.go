@@ -5,6 +5,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"strings"
 	"testing"
 
@@ -36,6 +37,29 @@ func TestForeignLines(t *testing.T) {
 		}
 		return toName.Replace(transcribeUp(t, words))
 	})
+}
+
+// TestLinesOfThePageAreRun: each line of serve and up on docs/coming-from.md is one of testdata/foreign.txt.
+func TestLinesOfThePageAreRun(t *testing.T) {
+	text, err := os.ReadFile("testdata/foreign.txt")
+	require.NoError(t, err)
+	run := map[string]bool{}
+	for block := range strings.SplitSeq(string(text), "\n\n") {
+		typed, _, _ := strings.Cut(block, "----\n")
+		words := strings.Fields(typed)
+		if words[0] == "print" {
+			words[0] = "serve"
+		}
+		run["dpserve "+strings.Join(words, " ")] = true
+	}
+	checked := 0
+	for _, line := range spans(t, "docs/coming-from.md") {
+		if strings.HasPrefix(line, "dpserve serve ") || strings.HasPrefix(line, "dpserve up ") {
+			assert.True(t, run[line], line)
+			checked++
+		}
+	}
+	assert.Greater(t, checked, 10, "this test no longer finds the lines of the page")
 }
 
 // transcribeUp returns the application that up deploys, what it says and, of a command line that it refuses,
