@@ -14,7 +14,6 @@ import (
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/internal/enginehttp"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/rankleg"
 )
 
@@ -51,27 +50,9 @@ func NewDataClient(transport func(node string) (DataTransport, error)) *DataClie
 // a moment gets its streams back.
 const nodeSilence = 8 * time.Second
 
-// Watch returns a node's stream, by whose messages the client knows that the node lives: HTTP/1.1 has no
-// pings.
-func (c *DataClient) Watch(node string, s StreamClient) StreamClient {
-	return &watchedStream{StreamClient: s, heard: func() { c.onHeard(node) }}
-}
-
-// watchedStream tells when a message comes.
-type watchedStream struct {
-	StreamClient
-	heard func()
-}
-
-func (w *watchedStream) Recv() (*dpservev1.Records, error) {
-	m, err := w.StreamClient.Recv()
-	if err == nil {
-		w.heard()
-	}
-	return m, err
-}
-
-func (c *DataClient) onHeard(node string) {
+// Heard notes that the stream of a node's ranks has brought something, by which the client knows that the
+// node lives: HTTP/1.1 has no pings.
+func (c *DataClient) Heard(node string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if t := c.silent[node]; t != nil {

@@ -11,10 +11,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"google.golang.org/grpc"
-
 	"github.com/dpserve/dpserve/actors/msg"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -118,31 +115,13 @@ var (
 	errIngressGone = errors.New("the ingress reads the ranks' stream no more")
 )
 
-// Watch returns the server of the ranks' streams, by which the port knows that an ingress lives: HTTP/1.1 has
-// no pings. Requests of an ingress that has had no stream for ingressGone are cut.
-func (s *DataServer) Watch(streams dpservev1.ReplicaServer) dpservev1.ReplicaServer {
-	return watchedStreams{streams, s}
-}
-
-type watchedStreams struct {
-	dpservev1.ReplicaServer
-	data *DataServer
-}
-
-func (w watchedStreams) Subscribe(
-	stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records],
-) error {
-	if ingress, ok := w.data.caller(stream.Context()); ok {
-		w.data.countStream(ingress, 1)
-		defer w.data.countStream(ingress, -1)
-	}
-	return w.ReplicaServer.Subscribe(stream)
-}
-
-func (s *DataServer) countStream(ingress string, n int) {
+// CountStream notes that a stream of the ranks' records to an ingress begins (1) or ends (-1), by which the
+// port knows that the ingress lives: HTTP/1.1 has no pings. Requests of an ingress that has had no stream for
+// ingressGone are cut.
+func (s *DataServer) CountStream(ingress string, change int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.streams[ingress] += n; s.streams[ingress] > 0 {
+	if s.streams[ingress] += change; s.streams[ingress] > 0 {
 		return
 	}
 	delete(s.streams, ingress)

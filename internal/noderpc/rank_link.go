@@ -1,19 +1,16 @@
 package noderpc
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
-	"strings"
+	"net"
 	"sync"
 	"syscall"
 	"time"
 
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
-
 	"github.com/dpserve/dpserve/actors/msg"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
@@ -57,6 +54,9 @@ var (
 	errSilent = errors.New("nothing is heard")
 	errRelist = errors.New("a reader wants the ranks listed again")
 )
+
+// readBytes is the memory for one read: more than TLS hands over at once.
+const readBytes = 32 << 10
 
 // quietTime is how long a node that joins or restarts may take until it serves its ranks' stream.
 const quietTime = 10 * time.Second
@@ -139,27 +139,35 @@ func (l *link) runStream(ctx context.Context) (heard bool, err error) {
 	l.mu.Unlock()
 	defer func() {
 		if why := context.Cause(ctx); errors.Is(why, errSilent) || errors.Is(why, errRelist) {
-			err = why // gRPC reports only that this side has cancelled
+			err = why // the connection says only that this side has closed it
 		}
 	}()
-	stream, err := l.links.config.Open(ctx, l.node)
+	conn, err := l.links.config.Open(ctx, l.node)
 	if err != nil {
 		return false, err
 	}
+	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	var sender sync.WaitGroup
 	sender.Go(func() {
 		defer cancel()
-		l.sendPosts(ctx, stream)
+		l.sendPosts(ctx, conn)
 	})
-	defer sender.Wait()
-	defer cancel()
-	for {
-		m, err := stream.Recv()
-		if err != nil {
-			return heard, err
+	defer func() {
+		stop()
+		cancel()
+		_ = conn.Close()
+		sender.Wait()
+	}()
+	for buf := make([]byte, readBytes); ; {
+		n, err := conn.Read(buf)
+		switch packed := buf[:n]; {
+		case n == 0:
+		case !heard && isEnd(packed): // the node serves no stream now
+			return false, endReason(uint64(packed[3]))
+		default:
+			err = cmp.Or(l.onMessage(packed, !heard), err)
+			heard = true
 		}
-		err = l.onMessage(m.GetPacked(), !heard)
-		heard = true
 		if err != nil {
 			return heard, err
 		}
@@ -168,6 +176,7 @@ func (l *link) runStream(ctx context.Context) (heard bool, err error) {
 
 // onMessage delivers a message's records to the sinks. first: it is the first one of its stream.
 func (l *link) onMessage(packed []byte, first bool) error {
+	l.links.config.Heard(l.node.ID)
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.lastHeard = time.Now()
@@ -300,14 +309,14 @@ func (l *link) onStreamEnd(heard bool, err error) {
 		l.log.Info("a node's ranks are listed again", slog.String("cause", err.Error()))
 		return
 	}
-	if isRestart(err) {
+	if errors.Is(err, errRestarts) {
 		l.expectRestart()
 	}
 	if heard && l.restarts {
 		l.quietUntil = time.Now().Add(quietTime)
 	}
 	l.setSilent(true, err.Error())
-	if isConnRefused(err) {
+	if errors.Is(err, syscall.ECONNREFUSED) {
 		l.takeOut(err.Error())
 	}
 }
@@ -321,21 +330,10 @@ func (l *link) expectRestart() {
 	}
 }
 
-// isRestart reports whether the node has ended the stream because its process is replaced.
-func isRestart(err error) bool {
-	return status.Convert(err).Message() == status.Convert(errRestarts).Message()
-}
-
 // isRelist reports whether a stream has ended for a new list, and the node is heard.
 func isRelist(err error) bool {
 	return errors.Is(err, errRelist) || errors.Is(err, errMalformed) || errors.Is(err, errGap) ||
-		status.Code(err) == status.Code(errBehind)
-}
-
-// isConnRefused says whether the node's kernel refused the connection. gRPC gives the reason as text only.
-func isConnRefused(err error) bool {
-	return errors.Is(err, syscall.ECONNREFUSED) || status.Code(err) == codes.Unavailable &&
-		strings.Contains(err.Error(), "connection refused")
+		errors.Is(err, errBehind)
 }
 
 // checkSilence checks how long the node has been silent.
@@ -370,23 +368,25 @@ func (l *link) checkSilence() {
 }
 
 // sendPosts sends the posts to the node's ranks, until the stream ends.
-func (l *link) sendPosts(ctx context.Context, stream StreamClient) {
-	if stream.Send(&dpservev1.SubscribeRequest{Ingress: l.links.config.Self}) != nil {
-		return // Recv returns the reason
-	}
+func (l *link) sendPosts(ctx context.Context, conn net.Conn) {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
-	for {
+	for quiet := false; ; {
 		batch := l.posts.takeBatch()
-		if len(batch) == 0 {
+		if len(batch) == 0 && !quiet {
+			timer.Reset(readerBeat)
 			select {
 			case <-ctx.Done():
 				return
 			case <-l.posts.wake:
+			case <-timer.C:
+				quiet = true
 			}
 			continue
 		}
-		if stream.Send(&dpservev1.SubscribeRequest{Posts: wirePosts(batch, time.Now())}) != nil {
+		quiet = false
+		_ = conn.SetWriteDeadline(time.Now().Add(streamSilence))
+		if _, err := conn.Write(packPosts(batch, time.Now())); err != nil {
 			l.posts.putBack(batch)
 			return
 		}

@@ -4,29 +4,25 @@ import (
 	"cmp"
 	"context"
 	"log/slog"
+	"net"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
-	"google.golang.org/grpc"
-
 	"github.com/dpserve/dpserve/actors/msg"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 )
-
-// StreamClient is the reader's end of a node's stream.
-type StreamClient = grpc.BidiStreamingClient[dpservev1.SubscribeRequest, dpservev1.Records]
 
 // RankLinksConfig is the configuration of RankLinks. Self, Hub, Store, Open and Log are required.
 type RankLinksConfig struct {
 	Self  string    // id of this node
 	Hub   *msg.Hub  // where the ranks of other nodes come to
 	Store msg.Store // it lists the other nodes
-	// Open begins a stream, which ends with ctx. If the error is, or contains, "connection refused", the
-	// node's ranks are taken out at once.
-	Open   func(ctx context.Context, node state.Node) (StreamClient, error)
+	// Open makes the connection of a stream. With syscall.ECONNREFUSED in the chain of its error the node's
+	// ranks are taken out at once.
+	Open   func(ctx context.Context, node state.Node) (net.Conn, error)
+	Heard  func(node string) // is told when a node sends something. nil: nobody is told
 	Timers StreamTimers
 	Log    *slog.Logger
 }
@@ -58,6 +54,9 @@ type RankLinksStats struct {
 
 // NewRankLinks makes the links, which follow Store at once, until Close.
 func NewRankLinks(c RankLinksConfig) *RankLinks {
+	if c.Heard == nil {
+		c.Heard = func(string) {}
+	}
 	f := &RankLinks{
 		config: c, timers: c.Timers.withDefaults(), log: c.Log.With(slog.String("component", "remote")),
 		links: map[string]*link{},

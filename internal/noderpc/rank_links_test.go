@@ -5,20 +5,18 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
+	"net"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 	"pgregory.net/rapid"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/cluster/pki"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
@@ -196,46 +194,47 @@ func (f firstIsSnapshot) Deliver(rec *msg.Record) {
 	f.to.Deliver(rec)
 }
 
-// TestAnotherStreamOfTheSameIngress replaces the first one; the name must be that of the connection.
+// TestAnotherStreamOfTheSameIngress replaces the first one. Each stream is told why it ends.
 func TestAnotherStreamOfTheSameIngress(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := newStreamNet(t)
 		w := c.worker("n1")
 		w.rank(0, 10)
-		first, second := c.stream("i1"), c.stream("i1")
-		require.NoError(t, first.Send(&dpservev1.SubscribeRequest{Ingress: "i1"}))
-		_, err := first.Recv() // a heartbeat
-		require.NoError(t, err)
-		require.NoError(t, second.Send(&dpservev1.SubscribeRequest{Ingress: "i1"}))
-		for err == nil {
-			_, err = first.Recv()
-		}
-		assert.Equal(t, codes.Aborted, status.Code(err))
-		_, err = second.Recv()
-		require.NoError(t, err)
+		first := c.stream("i1")
+		settle()
+		second := c.stream("i1")
+		require.ErrorIs(t, lastWord(first), errReplaced)
 		assert.Equal(t, 1, w.streams.Stats().Streams)
-
-		nameless := c.stream("i2")
-		require.NoError(t, nameless.Send(&dpservev1.SubscribeRequest{}))
-		_, err = nameless.Recv()
-		assert.Equal(t, codes.InvalidArgument, status.Code(err))
-
-		w.streams.config.Peer = func(context.Context) (pki.Identity, bool) {
-			return pki.Identity{Node: "n9"}, true
-		}
-		wrong := c.stream("i3")
-		require.NoError(t, wrong.Send(&dpservev1.SubscribeRequest{Ingress: "i3"}))
-		_, err = wrong.Recv()
-		assert.Equal(t, codes.PermissionDenied, status.Code(err))
-
+		w.streams.Restart()
+		require.ErrorIs(t, lastWord(second), errRestarts)
+		require.ErrorIs(t, lastWord(c.stream("i1")), errRestarts, "it comes back too early")
 		w.streams.Close()
 		w.streams.Close()
-		for err = nil; err == nil; {
-			_, err = second.Recv()
-		}
-		assert.Equal(t, codes.Unavailable, status.Code(err))
+		require.ErrorIs(t, lastWord(c.stream("i1")), io.EOF)
 		w.stop()
-		c.hangUp()
+	})
+}
+
+// TestStuckReader: a reader that neither reads nor writes loses its stream, and does not delay the end of its
+// node.
+func TestStuckReader(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newStreamNet(t)
+		w := c.worker("n1")
+		defer w.stop()
+		w.rank(0, 10)
+		stuck := c.stream("i1")
+		defer stuck.Close()
+		time.Sleep(streamSilence - time.Millisecond)
+		assert.Equal(t, 1, w.streams.Stats().Streams)
+		time.Sleep(time.Millisecond + endTime)
+		synctest.Wait()
+		assert.Zero(t, w.streams.Stats().Streams)
+		defer c.stream("i1").Close()
+		synctest.Wait()
+		began := time.Now()
+		w.streams.Close()
+		assert.Equal(t, endTime, time.Since(began))
 	})
 }
 
@@ -249,7 +248,7 @@ func TestWrongStreams(t *testing.T) {
 		})
 		f := NewRankLinks(RankLinksConfig{
 			Self: "i1", Hub: msg.NewHub(), Store: book, Log: newStreamNet(t).log,
-			Open: func(context.Context, state.Node) (StreamClient, error) {
+			Open: func(context.Context, state.Node) (net.Conn, error) {
 				tries++
 				return nil, errors.New("no route to host")
 			},

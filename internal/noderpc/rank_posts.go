@@ -1,11 +1,14 @@
 package noderpc
 
 import (
+	"bytes"
 	"errors"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"google.golang.org/protobuf/encoding/protodelim"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
@@ -64,17 +67,19 @@ type post struct {
 	progress bool
 }
 
-// wirePosts makes the posts of one message. The age of a first token is set here, because it is known only
-// when the message leaves.
-func wirePosts(batch []post, now time.Time) []*dpservev1.Post {
-	out := make([]*dpservev1.Post, 0, len(batch))
+// packPosts makes one message, with its length in front. The age of a first token is set here, because it is
+// known only when the message leaves.
+func packPosts(batch []post, now time.Time) []byte {
+	var m dpservev1.Posts
 	for _, p := range batch {
 		if f, ok := p.wire.GetMessage().(*dpservev1.Post_FirstToken); ok && !p.at.IsZero() {
 			f.FirstToken.AgoNano = int64(max(now.Sub(p.at), 0))
 		}
-		out = append(out, p.wire)
+		m.Posts = append(m.Posts, p.wire)
 	}
-	return out
+	var out bytes.Buffer
+	_, _ = protodelim.MarshalTo(&out, &m) // fails only for a text that is not UTF-8: causes are words of ours
+	return out.Bytes()
 }
 
 // postQueue is the posts that wait for one node, in order. It never blocks. Over its bound it drops Progress

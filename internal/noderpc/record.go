@@ -2,7 +2,9 @@ package noderpc
 
 import (
 	"encoding/binary"
+	"errors"
 	"math"
+	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
@@ -22,12 +24,37 @@ import (
 // wireKind is a record's kind on the wire. The numbers are fixed; a test pins them.
 type wireKind byte
 
-// A record of msg has its own number plus 1 on the wire. wireListed exists on the wire only: every rank of
-// the node has been listed, and one that was not has ended.
+// A record of msg has its own number plus 1 on the wire. The others exist on the wire only, and have slot 0.
 const (
-	wireListed wireKind = 64
-	lastRecord          = wireKind(msg.RecKVEnd) + 1
+	wireListed    wireKind = 64 + iota // every rank of the node is listed, and one that is not has ended
+	wireEnd                            // the stream ends; its number says why: an index of endReasons
+	wireHeartbeat                      // nothing has changed
+
+	lastRecord = wireKind(msg.RecKVEnd) + 1
 )
+
+// Reasons why a node ends a stream.
+var (
+	errEnded    = errors.New("the node has ended the stream")
+	errShutDown = errors.New("the node is shutting down")
+	// errRestarts makes the silence that follows an expected one (link.onStreamEnd).
+	errRestarts = errors.New("dpserve restarts on this node")
+	// errBehind has the reader list the ranks again; it is no sign that the node is in trouble.
+	errBehind   = errors.New("the stream is too slow for this node's ranks")
+	errReplaced = errors.New("the ingress has opened another stream")
+
+	endReasons = []error{errEnded, errShutDown, errRestarts, errBehind, errReplaced}
+
+	heartbeat = []byte{3, byte(wireHeartbeat), 0, 0}
+)
+
+// packEnd is the last record of a stream.
+func packEnd(why error) []byte {
+	return []byte{3, byte(wireEnd), 0, byte(max(slices.Index(endReasons, why), 0))}
+}
+
+// isEnd reports whether records begin with the last one.
+func isEnd(packed []byte) bool { return len(packed) == len(packEnd(nil)) && packed[1] == byte(wireEnd) }
 
 func wireOf(k msg.RecordKind) wireKind { return wireKind(k) + 1 }
 
@@ -176,8 +203,7 @@ func (p *packer) snapshot(slot uint64, rec *msg.Record) {
 
 // listed packs the end of a list.
 func (p *packer) listed() {
-	p.buf = append(p.buf[:0], 0, byte(wireListed), 0, 0)
-	p.end()
+	p.buf = append(p.buf[:0], 3, byte(wireListed), 0, 0)
 }
 
 func (p *packer) identity(id identity) {

@@ -85,12 +85,16 @@ func (u *unpacker) unpack(packed []byte, to recordHandler) error {
 			return errMalformed
 		}
 		if n == 0 || size > uint64(len(packed)-n) {
-			u.rest = append(u.rest[:0], packed...)
+			if len(packed) != len(u.rest) {
+				u.rest = append(u.rest[:0], packed...)
+			}
 			return nil
 		}
 		end := n + int(size)
 		if err := u.readRecord(&cursor{b: packed[n:end], texts: u.texts}, to); err != nil {
-			u.stats.malformed.Add(1)
+			if errors.Is(err, errMalformed) || errors.Is(err, errGap) {
+				u.stats.malformed.Add(1)
+			}
 			return err
 		}
 		packed = packed[end:]
@@ -107,6 +111,8 @@ func (u *unpacker) readRecord(c *cursor, to recordHandler) error {
 	case kind == wireListed:
 		to.listed()
 		return nil
+	case kind == wireEnd:
+		return endReason(seq)
 	case kind == wireOf(msg.RecSnapshot):
 		src = u.readSnapshot(slot, c)
 	case kind == wireOf(msg.RecGone):
@@ -135,6 +141,14 @@ func (u *unpacker) readRecord(c *cursor, to recordHandler) error {
 	src.setIn(&u.rec)
 	to.record(src, &u.rec)
 	return nil
+}
+
+// endReason is why the node has ended the stream; a later version may know more reasons.
+func endReason(number uint64) error {
+	if number < uint64(len(endReasons)) {
+		return endReasons[number]
+	}
+	return errEnded
 }
 
 func (u *unpacker) addRank(src *remoteRank) bool {

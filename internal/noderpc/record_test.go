@@ -2,6 +2,8 @@ package noderpc
 
 import (
 	"encoding/binary"
+	"errors"
+	"io"
 	"math"
 	"slices"
 	"strings"
@@ -206,6 +208,10 @@ func TestNumbersOnTheWire(t *testing.T) {
 		wireOf(msg.RecGone), wireOf(msg.RecStatus), wireOf(msg.RecKVBegin), wireOf(msg.RecKV),
 		wireOf(msg.RecKVEnd),
 	})
+	assert.Equal(t, []wireKind{64, 65, 66}, []wireKind{wireListed, wireEnd, wireHeartbeat})
+	for number, why := range []error{errEnded, errShutDown, errRestarts, errBehind, errReplaced} {
+		assert.Equal(t, []byte{3, 65, 0, byte(number)}, packEnd(why))
+	}
 	state := delta(msg.RecState, 300)
 	state.Fenced, state.Cause, state.OfferedTo = true, "x", "n1"
 	assert.Equal(t, []byte{10, 6, 7, 0xac, 2, flagFenced, 1, 'x', 2, 'n', '1'}, packed(state))
@@ -306,8 +312,28 @@ func TestSlots(t *testing.T) {
 	assert.Empty(t, in.slots)
 	assert.Empty(t, in.ranks)
 	p.listed()
-	require.NoError(t, in.unpack(p.buf, h))
+	require.NoError(t, in.unpack(append(p.buf, heartbeat...), h))
 	assert.Equal(t, 1, h.lists)
+	assert.Len(t, h.records, 3)
+}
+
+// TestEndOfAStream: its last record says why, and no later record is read.
+func TestEndOfAStream(t *testing.T) {
+	for _, why := range endReasons {
+		h, skipped := &recordCollector{}, &unpackStats{}
+		raw := append(packed(firstRecord()), packEnd(why)...)
+		err := newUnpacker(skipped).unpack(append(raw, packed(delta(msg.RecDone, 42))...), h)
+		require.ErrorIs(t, err, why)
+		assert.Len(t, h.records, 1)
+		assert.Zero(t, skipped.malformed.Load())
+		assert.Equal(t, errors.Is(why, errBehind), isRelist(why))
+		assert.True(t, isEnd(packEnd(why)))
+		assert.False(t, isEnd(raw))
+	}
+	h := &recordCollector{}
+	later := []byte{3, byte(wireEnd), 0, 100}
+	require.ErrorIs(t, newUnpacker(&unpackStats{}).unpack(later, h), errEnded, "a later version's reason")
+	require.ErrorIs(t, newUnpacker(&unpackStats{}).unpack(packEnd(io.EOF), h), errEnded)
 }
 
 // FuzzUnpack: any bytes are read without a panic and within bounds, and the records passed on are valid.

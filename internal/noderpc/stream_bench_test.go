@@ -19,11 +19,9 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
+	"github.com/dpserve/dpserve/internal/rawconn"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
 )
@@ -39,10 +37,12 @@ func (discardAll) Send(any)                           {}
 func (discardAll) Stopped() <-chan struct{}           { return nil }
 
 func benchServer(tb testing.TB, streams int) *StreamServer {
-	s := NewStreamServer(StreamServerConfig{Feed: discardAll{}, Log: slog.New(slog.DiscardHandler)})
+	s := NewStreamServer(StreamServerConfig{
+		Feed: discardAll{}, Peer: peerOfConn, Log: slog.New(slog.DiscardHandler),
+	})
 	for i := range streams {
-		_, err := s.addStream(fmt.Sprintf("node-%d", i))
-		require.NoError(tb, err)
+		sub := newSubscriber(s, namedConn{peer: fmt.Sprintf("node-%d", i)})
+		s.streams[sub.name] = sub
 	}
 	return s
 }
@@ -125,64 +125,10 @@ func BenchmarkPost(b *testing.B) {
 	}
 }
 
-// BenchmarkMessage is a message over TLS on the loopback, CPU of both ends.
-func BenchmarkMessage(b *testing.B) {
-	for _, size := range []int{1 << 10, 16 << 10} {
-		b.Run(fmt.Sprintf("bytes=%d", size), func(b *testing.B) {
-			client, server := benchStream(b)
-			packed := make([]byte, size)
-			began := cpuTime(b)
-			for b.Loop() {
-				if err := server.Send(&dpservev1.Records{Packed: packed}); err != nil {
-					b.Fatal(err)
-				}
-				if _, err := client.Recv(); err != nil {
-					b.Fatal(err)
-				}
-			}
-			b.ReportMetric(float64(cpuTime(b)-began)/float64(b.N), "cpu-ns/op")
-		})
-	}
-}
-
 func cpuTime(b *testing.B) time.Duration {
 	var u syscall.Rusage
 	require.NoError(b, syscall.Getrusage(syscall.RUSAGE_SELF, &u))
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
-}
-
-type handOver struct {
-	dpservev1.UnimplementedReplicaServer
-	streams chan dpservev1.Replica_SubscribeServer
-}
-
-func (h *handOver) Subscribe(
-	s grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records],
-) error {
-	h.streams <- s
-	<-s.Context().Done()
-	return nil
-}
-
-func benchStream(b *testing.B) (StreamClient, dpservev1.Replica_SubscribeServer) {
-	cert := selfSigned(b)
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(b, err)
-	h := &handOver{streams: make(chan dpservev1.Replica_SubscribeServer, 1)}
-	server := grpc.NewServer(grpc.Creds(credentials.NewTLS(&tls.Config{
-		Certificates: []tls.Certificate{cert},
-		MinVersion:   tls.VersionTLS13,
-	})))
-	dpservev1.RegisterReplicaServer(server, h)
-	go func() { _ = server.Serve(l) }()
-	cc, err := grpc.NewClient(l.Addr().String(),
-		grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{InsecureSkipVerify: true})))
-	require.NoError(b, err)
-	b.Cleanup(func() { _ = cc.Close(); server.Stop() })
-	client, err := dpservev1.NewReplicaClient(cc).Subscribe(b.Context())
-	require.NoError(b, err)
-	require.NoError(b, client.Send(&dpservev1.SubscribeRequest{}))
-	return client, <-h.streams
 }
 
 func selfSigned(b *testing.B) tls.Certificate {
@@ -201,7 +147,7 @@ const (
 	benchRanks     = 64
 	benchRequests  = 1000 // per s and ingress
 	benchReports   = 1    // of progress, per request
-	benchFor       = 3 * time.Second
+	benchFor       = 5 * time.Second
 	benchAddress   = "DPSERVE_TEST_STREAMS_OF"
 )
 
@@ -215,33 +161,42 @@ func BenchmarkNode(b *testing.B) {
 
 func benchNode(b *testing.B, nodes int) {
 	h := msg.NewHub()
-	streams := NewStreamServer(StreamServerConfig{Feed: h, Log: slog.New(slog.DiscardHandler)})
+	streams := NewStreamServer(StreamServerConfig{
+		Feed: h, Log: slog.New(slog.DiscardHandler),
+		Peer: func(c net.Conn) string { return c.RemoteAddr().String() },
+	})
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(b, err)
-	server := grpc.NewServer(grpc.Creds(credentials.NewTLS(&tls.Config{
+	secure := tls.NewListener(rawListener{l}, &tls.Config{
 		Certificates: []tls.Certificate{selfSigned(b)}, MinVersion: tls.VersionTLS13,
-	})), grpc.InitialWindowSize(1<<20), grpc.InitialConnWindowSize(1<<20))
-	dpservev1.RegisterReplicaServer(server, streams)
-	go func() { _ = server.Serve(l) }()
+	})
+	go func() { _ = streams.Serve(secure) }()
 	w := &workerNode{id: "n1", hub: h}
 	var ranks []*fakeRank
 	for i := range benchRanks / nodes {
 		ranks = append(ranks, w.rank(i, uint64(100+i)))
 	}
+	alone := cpuTime(b)
+	runRanks(ranks, benchIngresses*benchRequests/benchRanks)
+	alone = cpuTime(b) - alone
 	child := exec.CommandContext(b.Context(), os.Args[0], "-test.run", "^TestReadersOfABenchmark$")
 	child.Env = append(os.Environ(), benchAddress+"="+l.Addr().String()+"/"+strconv.Itoa(nodes))
 	child.Stdout, child.Stderr = os.Stderr, os.Stderr
 	require.NoError(b, child.Start())
-	for streams.Stats().Streams < benchIngresses {
-		time.Sleep(10 * time.Millisecond)
+	waitForPosts := func(of uint64) {
+		for streams.Stats().Posts < of {
+			time.Sleep(10 * time.Millisecond)
+		}
 	}
-	time.Sleep(time.Second)
+	waitForPosts(benchIngresses)
 	idle := cpuTime(b)
 	time.Sleep(time.Second)
 	idle = cpuTime(b) - idle
+	waitForPosts(2 * benchIngresses)
 	began, cpu, posts := time.Now(), cpuTime(b), streams.Stats().Posts
 	sent := runRanks(ranks, benchIngresses*benchRequests/benchRanks)
 	took := time.Since(began)
+	b.ReportMetric(100*float64(alone)/float64(benchFor), "%core-without-streams")
 	b.ReportMetric(100*float64(idle)/float64(time.Second), "%core-idle")
 	b.ReportMetric(100*float64(cpuTime(b)-cpu)/float64(took), "%core")
 	b.ReportMetric(float64(sent)/took.Seconds(), "records/s")
@@ -249,7 +204,7 @@ func benchNode(b *testing.B, nodes int) {
 	b.ReportMetric(float64(streams.Stats().Gaps), "gaps")
 	require.NoError(b, child.Process.Kill())
 	_ = child.Wait()
-	server.Stop()
+	require.NoError(b, l.Close())
 	streams.Close()
 	for _, r := range ranks {
 		r.stop()
@@ -258,7 +213,7 @@ func benchNode(b *testing.B, nodes int) {
 
 // runRanks lets the ranks emit the records of so many requests per second.
 func runRanks(ranks []*fakeRank, perSecond int) (sent int) {
-	tick := time.NewTicker(time.Millisecond)
+	tick := time.NewTicker(10 * time.Millisecond)
 	defer tick.Stop()
 	recs := benchRecords(0)[1:]
 	for began := time.Now(); time.Since(began) < benchFor; <-tick.C {
@@ -320,24 +275,28 @@ func benchIngress(b *nodeStore, id string, posts int) {
 	hub := msg.NewHub()
 	NewRankLinks(RankLinksConfig{
 		Self: id, Hub: hub, Store: b, Log: slog.New(slog.DiscardHandler),
-		Open: func(ctx context.Context, n state.Node) (StreamClient, error) {
-			cc, err := grpc.NewClient(n.Address,
-				grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{InsecureSkipVerify: true})),
-				grpc.WithInitialWindowSize(1<<20), grpc.WithInitialConnWindowSize(1<<20))
-			if err != nil {
-				return nil, err
-			}
-			return dpservev1.NewReplicaClient(cc).Subscribe(ctx)
+		Open: func(ctx context.Context, n state.Node) (net.Conn, error) {
+			conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", n.Address)
+			return tls.Client(rawconn.Conn(conn), &tls.Config{InsecureSkipVerify: true}), err
 		},
 	})
 	m := mailboxes{make(chan msg.Mailbox, 1)}
 	hub.Subscribe(m)
 	box := <-m.found
-	time.Sleep(2 * time.Second)
+	box.Send(&msg.Progress{})
+	time.Sleep(3 * time.Second)
 	sent := 0
 	for began := time.Now(); ; time.Sleep(5 * time.Millisecond) {
 		for ; sent < int(time.Since(began).Seconds()*float64(posts)); sent++ {
 			box.Send(&msg.Progress{TicketID: uint64(sent), Out: sent})
 		}
 	}
+}
+
+// rawListener gives connections as the node port does.
+type rawListener struct{ net.Listener }
+
+func (l rawListener) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	return rawconn.Conn(c), err
 }

@@ -1,6 +1,7 @@
 package noderpc
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
@@ -8,22 +9,18 @@ import (
 	"net"
 	"slices"
 	"sync"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/backoff"
-	"google.golang.org/grpc/credentials/insecure"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
-	"github.com/dpserve/dpserve/test/memnet"
 )
 
 // fakeRank is a DPServer: an actor with an account, KV block sets and a stream.
@@ -405,21 +402,19 @@ func (b *nodeStore) change(f func(nodes map[string]*state.Node)) {
 	b.changed = make(chan struct{})
 }
 
-// streamNet is worker nodes and ingresses over a network in memory.
+// streamNet is worker nodes and ingresses over connections in memory.
 type streamNet struct {
-	t     testing.TB
-	net   memnet.Network
-	book  *nodeStore
-	log   *slog.Logger
-	mu    sync.Mutex
-	conns map[string][]*faultyConn // by node
-
-	byHand []*ingressNode
+	t       testing.TB
+	book    *nodeStore
+	log     *slog.Logger
+	mu      sync.Mutex
+	workers map[string]*workerNode
+	conns   map[string][]*faultyConn // by node
 }
 
 func newStreamNet(t testing.TB) *streamNet {
 	return &streamNet{
-		t: t, book: newNodeStore(), log: slog.New(slog.DiscardHandler),
+		t: t, book: newNodeStore(), log: slog.New(slog.DiscardHandler), workers: map[string]*workerNode{},
 		conns: map[string][]*faultyConn{},
 	}
 }
@@ -431,13 +426,17 @@ type workerNode struct {
 	hub     *msg.Hub
 	ranks   []*fakeRank
 	streams *StreamServer
-	server  *grpc.Server
-	served  chan struct{}
+
+	served           []net.Conn // guarded by c.mu
+	isDown, isFrozen bool       // as above
 }
 
 func (c *streamNet) worker(id string) *workerNode {
 	w := &workerNode{c: c, id: id, hub: msg.NewHub()}
 	w.listen()
+	c.mu.Lock()
+	c.workers[id] = w
+	c.mu.Unlock()
 	c.book.change(func(nodes map[string]*state.Node) {
 		nodes[id] = &state.Node{
 			ID: id, UID: id + "-uid", Address: id + ":7947",
@@ -447,23 +446,49 @@ func (c *streamNet) worker(id string) *workerNode {
 	return w
 }
 
+// namedConn is a served connection whose peer is known.
+type namedConn struct {
+	net.Conn
+	peer string
+}
+
+func peerOfConn(c net.Conn) string { return c.(namedConn).peer }
+
 func (w *workerNode) listen() {
-	l, err := w.c.net.Listen(w.id + ":7947")
-	require.NoError(w.c.t, err)
-	w.streams = NewStreamServer(StreamServerConfig{Feed: w.hub.Near(), Log: w.c.log})
-	w.server, w.served = grpc.NewServer(), make(chan struct{})
-	dpservev1.RegisterReplicaServer(w.server, w.streams)
-	go func() {
-		defer close(w.served)
-		_ = w.server.Serve(l)
-	}()
+	w.streams = NewStreamServer(StreamServerConfig{Feed: w.hub.Near(), Peer: peerOfConn, Log: w.c.log})
+	w.c.mu.Lock()
+	defer w.c.mu.Unlock()
+	w.isDown = false
 }
 
 // kill ends the node's process: its kernel resets every connection.
 func (w *workerNode) kill() {
-	w.server.Stop()
-	<-w.served
+	w.c.mu.Lock()
+	w.isDown = true
+	served := w.served
+	w.served = nil
+	w.c.mu.Unlock()
+	for _, conn := range served {
+		_ = conn.Close()
+	}
 	w.streams.Close()
+}
+
+// open connects an ingress with a node.
+func (c *streamNet) open(ingress string, to *state.Node) (net.Conn, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	w := c.workers[to.ID]
+	if w.isDown {
+		return nil, syscall.ECONNREFUSED
+	}
+	here, there := net.Pipe()
+	w.served = append(w.served, there)
+	w.streams.addStream(namedConn{there, ingress})
+	f := &faultyConn{Conn: here, frozen: w.isFrozen}
+	f.cond = sync.NewCond(&f.mu)
+	c.conns[to.ID] = append(c.conns[to.ID], f)
+	return f, nil
 }
 
 func (w *workerNode) rank(rank int, incarnation uint64) *fakeRank {
@@ -497,58 +522,25 @@ type ingressNode struct {
 	hub    *msg.Hub
 	links  *RankLinks
 	cancel func()
-	dials  map[string]*grpc.ClientConn
-	mu     sync.Mutex
 }
 
 // ingress makes an ingress beside the ranks of hub; nil: it has none.
 func (c *streamNet) ingress(id string, hub *msg.Hub) *ingressNode {
-	n := &ingressNode{reader: newReader(c.t), hub: hub, dials: map[string]*grpc.ClientConn{}}
+	n := &ingressNode{reader: newReader(c.t), hub: hub}
 	if hub == nil {
 		n.hub = msg.NewHub()
 	}
 	n.links = NewRankLinks(RankLinksConfig{
 		Self: id, Hub: n.hub, Store: c.book, Log: c.log,
-		Open: func(ctx context.Context, to state.Node) (StreamClient, error) {
-			return dpservev1.NewReplicaClient(c.dial(n, to)).Subscribe(ctx)
-		},
+		Open: func(_ context.Context, to state.Node) (net.Conn, error) { return c.open(id, &to) },
 	})
 	n.cancel = n.hub.Subscribe(n.reader)
 	return n
 }
 
-func (c *streamNet) dial(n *ingressNode, to state.Node) *grpc.ClientConn {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if n.dials[to.ID] == nil {
-		cc, err := grpc.NewClient("passthrough:///"+to.Address,
-			grpc.WithTransportCredentials(insecure.NewCredentials()),
-			grpc.WithConnectParams(grpc.ConnectParams{
-				Backoff: backoff.Config{
-					BaseDelay: 10 * time.Millisecond,
-					MaxDelay:  20 * time.Millisecond, Multiplier: 1,
-				},
-				MinConnectTimeout: time.Second,
-			}),
-			grpc.WithContextDialer(func(ctx context.Context, addr string) (net.Conn, error) {
-				conn, err := c.net.DialContext(ctx, "tcp", addr)
-				if err != nil {
-					return nil, err
-				}
-				return c.wrap(to.ID, conn), nil
-			}))
-		require.NoError(c.t, err)
-		n.dials[to.ID] = cc
-	}
-	return n.dials[to.ID]
-}
-
 func (n *ingressNode) stop() {
 	n.cancel()
 	n.links.Close()
-	for _, cc := range n.dials {
-		_ = cc.Close()
-	}
 }
 
 // faultyConn can stop carrying bytes, like a connection to a node without power.
@@ -558,15 +550,6 @@ type faultyConn struct {
 	cond   *sync.Cond
 	frozen bool
 	closed bool
-}
-
-func (c *streamNet) wrap(node string, conn net.Conn) net.Conn {
-	f := &faultyConn{Conn: conn}
-	f.cond = sync.NewCond(&f.mu)
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.conns[node] = append(c.conns[node], f)
-	return f
 }
 
 func (f *faultyConn) wait() {
@@ -601,6 +584,7 @@ func (f *faultyConn) Close() error {
 func (c *streamNet) freeze(node string, on bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.workers[node].isFrozen = on
 	for _, f := range c.conns[node] {
 		f.mu.Lock()
 		f.frozen = on
@@ -627,21 +611,26 @@ func settle() {
 }
 
 // stream opens one by hand.
-func (c *streamNet) stream(name string) StreamClient {
-	n := &ingressNode{dials: map[string]*grpc.ClientConn{}}
-	c.mu.Lock()
-	c.byHand = append(c.byHand, n)
-	c.mu.Unlock()
-	s, err := dpservev1.NewReplicaClient(c.dial(n, *c.book.State().Nodes["n1"])).Subscribe(c.t.Context())
-	require.NoError(c.t, err, name)
-	return s
+func (c *streamNet) stream(ingress string) net.Conn {
+	conn, err := c.open(ingress, c.book.State().Nodes["n1"])
+	require.NoError(c.t, err, ingress)
+	return conn
 }
 
-// hangUp closes what stream opened.
-func (c *streamNet) hangUp() {
-	for _, n := range c.byHand {
-		for _, cc := range n.dials {
-			_ = cc.Close()
+// lastWord reads a stream to its end, and returns why it has ended.
+func lastWord(conn net.Conn) error {
+	defer conn.Close()
+	in := newUnpacker(&unpackStats{})
+	for buf := make([]byte, readBytes); ; {
+		n, err := conn.Read(buf)
+		if err = cmp.Or(in.unpack(buf[:n], discardRecords{}), err); err != nil {
+			return err
 		}
 	}
 }
+
+// discardRecords is a recordHandler that does nothing.
+type discardRecords struct{}
+
+func (discardRecords) record(*remoteRank, *msg.Record) {}
+func (discardRecords) listed()                         {}

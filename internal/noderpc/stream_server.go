@@ -2,31 +2,32 @@ package noderpc
 
 import (
 	"cmp"
-	"context"
 	"log/slog"
+	"net"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
-
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/routing"
 )
 
-// Bounds of a stream.
+// Times of a connection.
 const (
-	listAhead   = 1 << 20 // bytes of a list that wait; then no further rank is asked
-	maxNodeName = 256     // bytes
+	// streamSilence bounds a write, and how long a reader may send nothing: then its stream ends.
+	streamSilence = 10*time.Second + readerBeat
+	readerBeat    = 3 * time.Second        // a reader without posts sends an empty message
+	endTime       = 500 * time.Millisecond // to tell a reader why its stream ends
 )
 
-// StreamServerConfig is the configuration of a StreamServer. Feed and Log are required.
+// StreamServerConfig is the configuration of a StreamServer. Feed, Peer and Log are required.
 type StreamServerConfig struct {
-	Feed msg.Feed // the node's own ranks
-	Peer PeerOf   // it must be the node that the stream names; nil: it is not checked
+	Feed msg.Feed              // the node's own ranks
+	Peer func(net.Conn) string // the ingress node at the other end of a connection
+	// Count is told when a stream of an ingress begins (1) and ends (-1). nil: nobody is told.
+	Count func(ingress string, change int)
 	// Unknown counts posts of a kind that this version does not know. nil: they are not counted.
 	Unknown func(what string)
 	Timers  StreamTimers
@@ -34,27 +35,28 @@ type StreamServerConfig struct {
 }
 
 // StreamServer serves the streams of a node's ranks to the ingresses of other nodes, and passes their posts
-// to the ranks. It implements dpservev1.ReplicaServer.
+// to the ranks.
 //
 // A stream is a list and then a watch: its goroutine (list) asks one rank after the other for a snapshot,
 // while every record of every rank goes into one log that all streams read. A stream that is too slow for the
 // log ends; its reader opens another one, which begins with a list.
 type StreamServer struct {
-	dpservev1.UnimplementedReplicaServer
 	config  StreamServerConfig
 	timers  StreamTimers
 	log     *slog.Logger
 	cancel  func()         // the subscription to the ranks
-	running sync.WaitGroup // readers, writers and lists
+	running sync.WaitGroup // streams
 	counts  streamCounts
 
 	mu       sync.Mutex
 	ended    error // why streams end and none begins; nil while they are served
+	closed   bool
 	ranks    map[unitRank]*liveRank
 	lastSlot uint64
 	records  recordLog
 	packer   packer
 	streams  map[string]*subscriber // by ingress
+	idle     []*subscriber          // those that have sent everything, and wait
 }
 
 // unitRank names a rank of a node. A unit's name contains the application's.
@@ -82,13 +84,13 @@ type StreamServerStats struct {
 	Gaps         uint64 // streams that ended because they were too slow
 }
 
-var (
-	_ dpservev1.ReplicaServer = (*StreamServer)(nil)
-	_ msg.Sink                = (*StreamServer)(nil)
-)
+var _ msg.Sink = (*StreamServer)(nil)
 
 // NewStreamServer makes a server that follows the node's ranks at once, until Close.
 func NewStreamServer(c StreamServerConfig) *StreamServer {
+	if c.Count == nil {
+		c.Count = func(string, int) {}
+	}
 	if c.Unknown == nil {
 		c.Unknown = func(string) {}
 	}
@@ -100,22 +102,15 @@ func NewStreamServer(c StreamServerConfig) *StreamServer {
 	return s
 }
 
-// Reasons of the end of all streams, for the nodes that read them.
-var (
-	errShutDown = status.Error(codes.Unavailable, "the node is shutting down")
-	// errRestarts makes the silence that follows an expected one (link.onStreamEnd).
-	errRestarts = status.Error(codes.Unavailable, "dpserve restarts on this node")
-	// errBehind has the reader list the ranks again; it is no sign that the node is in trouble.
-	errBehind = status.Error(codes.OutOfRange, "the stream is too slow for this node's ranks")
-)
-
 // Restart ends every stream before the node's process is replaced, and tells its reader. Close follows.
 func (s *StreamServer) Restart() { s.endStreams(errRestarts) }
 
-// Close ends every stream and the subscription. It is idempotent. It waits for all goroutines that New and
-// the streams started.
+// Close ends every stream and the subscription, and waits. It is idempotent.
 func (s *StreamServer) Close() {
 	s.endStreams(errShutDown)
+	s.mu.Lock()
+	s.closed = true
+	s.mu.Unlock()
 	s.cancel()
 	s.running.Wait()
 }
@@ -130,6 +125,17 @@ func (s *StreamServer) endStreams(why error) {
 	}
 }
 
+// Serve carries a stream on each connection that l accepts, until l is closed.
+func (s *StreamServer) Serve(l net.Listener) error {
+	for {
+		conn, err := l.Accept()
+		if err != nil {
+			return err
+		}
+		s.addStream(conn)
+	}
+}
+
 // Stats returns the counters.
 func (s *StreamServer) Stats() StreamServerStats {
 	s.mu.Lock()
@@ -140,88 +146,36 @@ func (s *StreamServer) Stats() StreamServerStats {
 	}
 }
 
-// Subscribe implements dpservev1.ReplicaServer: one stream to one ingress. When it ends, the tickets of that
-// ingress stay: those whose requests still run end with them, and the others lapse when the context of their
-// admission ends.
-func (s *StreamServer) Subscribe(
-	stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records],
-) error {
-	hello, err := stream.Recv()
-	if err != nil {
-		return err
-	}
-	if err := s.checkName(stream.Context(), hello.GetIngress()); err != nil {
-		return err
-	}
-	sub, err := s.addStream(hello.GetIngress())
-	if err != nil {
-		return err
-	}
-	defer s.dropStream(sub)
-	s.running.Go(func() { sub.finish(s.readPosts(sub, stream, hello)) })
-	s.running.Go(func() { sub.finish(s.sendRecords(sub, stream)) })
-	s.running.Go(sub.list)
-	select { // reader and writer end with the stream, which ends with this call
-	case <-stream.Context().Done():
-		return status.FromContextError(stream.Context().Err()).Err()
-	case <-sub.done:
-		return sub.err
-	}
-}
-
-// checkName compares the name that a stream gives with that of its connection.
-func (s *StreamServer) checkName(ctx context.Context, name string) error {
-	if name == "" || len(name) > maxNodeName {
-		return status.Error(codes.InvalidArgument,
-			"the first message of a replica stream must name its ingress node")
-	}
-	if s.config.Peer == nil {
-		return nil
-	}
-	if peer, ok := s.config.Peer(ctx); !ok || peer.Node != name {
-		return status.Errorf(codes.PermissionDenied,
-			"a stream of node %q came over the connection of node %q", name, peer.Node)
-	}
-	return nil
-}
-
-// addStream begins a subscription. A second one of the same ingress ends the first, whose connection broke
-// without notice.
-func (s *StreamServer) addStream(name string) (*subscriber, error) {
-	sub := &subscriber{
-		server: s, name: name, wake: make(chan struct{}, 1), hurry: make(chan struct{}, 1),
-		room: make(chan struct{}, 1), done: make(chan struct{}),
-	}
+// addStream begins a stream. A second one of the same ingress ends the first, whose connection broke without
+// notice.
+func (s *StreamServer) addStream(conn net.Conn) {
+	sub := newSubscriber(s, conn)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.ended != nil {
-		return nil, s.ended
+	switch old := s.streams[sub.name]; {
+	case s.closed:
+		_ = conn.Close()
+		return
+	case s.ended != nil: // it only says why
+		sub.finish(s.ended)
+	default:
+		if old != nil {
+			old.finish(errReplaced)
+		}
+		s.streams[sub.name] = sub
+		sub.at = s.records.end()
 	}
-	if old := s.streams[name]; old != nil {
-		s.removeStream(old)
-		old.finish(status.Error(codes.Aborted, "the ingress has opened another stream"))
-	}
-	s.streams[name] = sub
-	sub.at = s.records.end()
-	s.running.Add(1) // until dropStream: Close waits for the readers and writers that are about to start
-	s.log.Info("an ingress reads this node's ranks", slog.String("ingress", name))
-	return sub, nil
+	s.running.Go(sub.run)
 }
 
+// dropStream removes a stream that has ended.
 func (s *StreamServer) dropStream(sub *subscriber) {
 	s.mu.Lock()
-	s.removeStream(sub)
-	s.mu.Unlock()
-	sub.finish(nil)
-	s.running.Done()
-	s.log.Info("an ingress no longer reads this node's ranks", slog.String("ingress", sub.name))
-}
-
-// removeStream removes a subscription. The caller holds mu.
-func (s *StreamServer) removeStream(sub *subscriber) {
+	defer s.mu.Unlock()
 	if s.streams[sub.name] == sub {
 		delete(s.streams, sub.name)
 	}
+	s.idle = slices.DeleteFunc(s.idle, func(o *subscriber) bool { return o == sub })
 }
 
 // Deliver implements msg.Sink: it writes a record into the log, for all streams.
@@ -282,34 +236,20 @@ func (s *StreamServer) wakeStreams(rec *msg.Record) {
 			signal(sub.hurry)
 		}
 	}
-	for _, sub := range s.streams {
-		if urgent {
+	if urgent {
+		for _, sub := range s.streams {
 			signal(sub.hurry)
-		} else if sub.isIdle {
-			sub.isIdle = false
-			signal(sub.wake)
 		}
 	}
+	for _, sub := range s.idle {
+		sub.isIdle = false
+		signal(sub.wake)
+	}
+	s.idle = s.idle[:0]
 }
 
 // maxAgo bounds how long ago a first token may have been.
 const maxAgo = time.Hour
-
-// readPosts handles the messages of an ingress, beginning with the first, until the stream ends.
-func (s *StreamServer) readPosts(
-	sub *subscriber, stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records],
-	hello *dpservev1.SubscribeRequest,
-) error {
-	for m := hello; ; {
-		for _, p := range m.GetPosts() {
-			s.deliverPost(sub, p)
-		}
-		var err error
-		if m, err = stream.Recv(); err != nil {
-			return err
-		}
-	}
-}
 
 // deliverPost delivers a post to its rank. Posts for unknown ranks are counted and dropped.
 func (s *StreamServer) deliverPost(sub *subscriber, p *dpservev1.Post) {

@@ -1,31 +1,38 @@
 package noderpc
 
 import (
+	"bufio"
+	"log/slog"
+	"net"
 	"slices"
 	"sync"
 	"time"
 
-	"google.golang.org/grpc"
+	"google.golang.org/protobuf/encoding/protodelim"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 )
 
+// listAhead is how many bytes of a list may wait; then no further rank is asked.
+const listAhead = 1 << 20
+
 // subscriber is the stream to one ingress. It is the sink of its own list.
 type subscriber struct {
 	server *StreamServer
 	name   string
+	conn   net.Conn
 	wake   chan struct{} // one slot, as the two below: there is something to send
 	hurry  chan struct{} // it is not to wait for the beat
 	room   chan struct{} // the waiting part of the list was sent
 
-	once sync.Once
-	done chan struct{}
-	err  error // why it ended; set before done is closed
+	end  sync.Mutex    // of finish and extend
+	done chan struct{} // closed when the stream ends
+	err  error         // why; set before done is closed
 
 	// StreamServer.mu guards the fields below
 	at        place
-	isIdle    bool    // it has sent everything, and waits
+	isIdle    bool    // it is in StreamServer.idle
 	own       []piece // of the list, by place
 	listBytes int     // in own
 }
@@ -36,11 +43,80 @@ type piece struct {
 	bytes []byte
 }
 
-func (sub *subscriber) finish(err error) {
-	sub.once.Do(func() {
-		sub.err = err
-		close(sub.done)
-	})
+func newSubscriber(s *StreamServer, conn net.Conn) *subscriber {
+	return &subscriber{
+		server: s, name: s.config.Peer(conn), conn: conn, wake: make(chan struct{}, 1),
+		hurry: make(chan struct{}, 1), room: make(chan struct{}, 1), done: make(chan struct{}),
+	}
+}
+
+// finish ends the stream; the first reason stays. The connection has endTime left, for the reason.
+func (sub *subscriber) finish(why error) {
+	sub.end.Lock()
+	defer sub.end.Unlock()
+	if sub.hasEnded() {
+		return
+	}
+	sub.err = why
+	_ = sub.conn.SetDeadline(time.Now().Add(endTime))
+	close(sub.done)
+}
+
+func (sub *subscriber) hasEnded() bool {
+	select {
+	case <-sub.done:
+		return true
+	default:
+		return false
+	}
+}
+
+// extend moves the deadline of the next read or write, unless the stream has ended.
+func (sub *subscriber) extend(setDeadline func(time.Time) error) {
+	sub.end.Lock()
+	defer sub.end.Unlock()
+	if !sub.hasEnded() {
+		_ = setDeadline(time.Now().Add(streamSilence))
+	}
+}
+
+// run is the stream from its beginning to its end: it writes the records, beside one goroutine that reads
+// posts and one for the list. When it ends, the tickets of the ingress stay: those whose requests still run
+// end with them, and the others lapse when the context of their admission ends.
+func (sub *subscriber) run() {
+	s := sub.server
+	log := s.log.With(slog.String("ingress", sub.name))
+	log.Info("an ingress reads this node's ranks")
+	s.config.Count(sub.name, 1)
+	var beside sync.WaitGroup
+	beside.Go(func() { sub.finish(sub.readPosts()) })
+	beside.Go(sub.list)
+	if err := sub.sendRecords(); err != nil {
+		sub.finish(err)
+		_ = sub.conn.Close()
+	} else {
+		_, _ = sub.conn.Write(packEnd(sub.err))
+	}
+	s.dropStream(sub)
+	beside.Wait() // the reader closes the connection, which takes at most endTime
+	_ = sub.conn.Close()
+	s.config.Count(sub.name, -1)
+	log.Info("an ingress no longer reads this node's ranks")
+}
+
+// readPosts handles the messages of the ingress until the stream ends.
+func (sub *subscriber) readPosts() error {
+	in := bufio.NewReader(sub.conn)
+	for {
+		sub.extend(sub.conn.SetReadDeadline)
+		var m dpservev1.Posts
+		if err := protodelim.UnmarshalFrom(in, &m); err != nil { // its bound is 4 MiB
+			return err
+		}
+		for _, p := range m.GetPosts() {
+			sub.server.deliverPost(sub, p)
+		}
+	}
 }
 
 // list asks the ranks for their snapshots, one after the other, and ends the list. It asks no further rank
@@ -109,64 +185,62 @@ func (sub *subscriber) addOwn(packed []byte) {
 const unpacedBytes = chunkBytes / 2
 
 // sendRecords sends records until the stream ends. What changes within the same interval leaves in one
-// message.
-func (s *StreamServer) sendRecords(
-	sub *subscriber, stream grpc.BidiStreamingServer[dpservev1.SubscribeRequest, dpservev1.Records],
-) error {
-	timer := time.NewTimer(s.timers.Heartbeat)
+// message. After an error the connection cannot be used any more.
+func (sub *subscriber) sendRecords() error {
+	every := sub.server.timers.Heartbeat
+	timer := time.NewTimer(every)
 	defer timer.Stop()
 	sent := time.Now()
-	for {
-		packed, interval, err := s.nextMessage(sub)
-		if err != nil {
+	for !sub.hasEnded() {
+		packed, interval := sub.server.nextMessage(sub)
+		if packed == nil {
+			if quiet := time.Since(sent); quiet < every/2 {
+				timer.Reset(heartbeatIn(quiet, every))
+				sub.wait(timer)
+				continue
+			}
+			packed, interval = heartbeat, 0 // the next record leaves at once
+		}
+		if err := sub.write(packed); err != nil {
 			return err
 		}
-		if quiet := time.Since(sent); packed == nil && quiet < s.timers.Heartbeat/2 {
-			timer.Reset(heartbeatIn(quiet, s.timers.Heartbeat))
-			if !sub.wait(timer) {
-				return nil
-			}
-			continue
-		}
-		for part := range slices.Chunk(packed, chunkBytes) {
-			if err := stream.Send(&dpservev1.Records{Packed: part}); err != nil {
-				return err
-			}
-		}
-		if packed == nil { // a heartbeat
-			if err := stream.Send(&dpservev1.Records{}); err != nil {
-				return err
-			}
-		}
 		sent = time.Now()
-		if len(packed) > 0 && len(packed) < unpacedBytes && !sub.waitForBeat(timer, interval) {
-			return nil
+		if interval > 0 && len(packed) < unpacedBytes {
+			sub.waitForBeat(timer, interval)
 		}
 	}
+	return nil
 }
 
-// wait waits until there is something to send, or for timer; false: the stream has ended.
-func (sub *subscriber) wait(timer *time.Timer) bool {
+// write sends whole records. Each part has a deadline of its own.
+func (sub *subscriber) write(packed []byte) error {
+	for part := range slices.Chunk(packed, chunkBytes) {
+		sub.extend(sub.conn.SetWriteDeadline)
+		if _, err := sub.conn.Write(part); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// wait waits until there is something to send, the stream has ended, or for timer.
+func (sub *subscriber) wait(timer *time.Timer) {
 	select {
 	case <-sub.done:
-		return false
 	case <-sub.wake:
 	case <-sub.hurry:
 	case <-timer.C:
 	}
-	return true
 }
 
-// waitForBeat waits for the next beat or an urgent record; false: the stream has ended.
-func (sub *subscriber) waitForBeat(timer *time.Timer, interval time.Duration) bool {
+// waitForBeat waits for the next beat, an urgent record or the end of the stream.
+func (sub *subscriber) waitForBeat(timer *time.Timer, interval time.Duration) {
 	timer.Reset(untilBeat(interval))
 	select {
 	case <-sub.done:
-		return false
 	case <-sub.hurry:
 	case <-timer.C:
 	}
-	return true
 }
 
 // heartbeatIn is the time to the next heartbeat of a stream without a message for quiet. It is on the beat,
@@ -179,13 +253,15 @@ func heartbeatIn(quiet, every time.Duration) time.Duration {
 	return d
 }
 
-// nextMessage is the next message of a stream, nil if there is none, and the interval of the messages.
-func (s *StreamServer) nextMessage(sub *subscriber) (packed []byte, interval time.Duration, err error) {
+// nextMessage is the next message of a stream, nil if there is none, and the interval of the messages. It
+// ends a stream that is behind the log.
+func (s *StreamServer) nextMessage(sub *subscriber) (packed []byte, interval time.Duration) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.records.hasLost(sub.at) {
 		s.counts.gaps.Add(1)
-		return nil, 0, errBehind
+		sub.finish(errBehind)
+		return nil, 0
 	}
 	until := s.records.end()
 	if len(sub.own) > 0 {
@@ -194,8 +270,11 @@ func (s *StreamServer) nextMessage(sub *subscriber) (packed []byte, interval tim
 	if packed, sub.at = s.records.read(sub.at, until); packed == nil {
 		packed = sub.takeOwn()
 	}
-	sub.isIdle = packed == nil
-	return packed, recordInterval(len(s.streams)), nil
+	if packed == nil && !sub.isIdle {
+		sub.isIdle = true
+		s.idle = append(s.idle, sub)
+	}
+	return packed, recordInterval(len(s.streams))
 }
 
 // takeOwn joins the first pieces of one place to one message.

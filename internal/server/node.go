@@ -8,6 +8,7 @@ import (
 	"errors"
 	"log/slog"
 	"math"
+	"net"
 	"net/http"
 	"slices"
 	"strings"
@@ -33,7 +34,6 @@ import (
 	"github.com/dpserve/dpserve/internal/noderpc"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/process"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
 )
@@ -442,6 +442,18 @@ func (n *Node) shims() *node.ShimConfig {
 	}
 }
 
+// openStream connects to the streams of another node's ranks, where that node was seen last.
+func (n *Node) openStream(ctx context.Context, node state.Node) (net.Conn, error) {
+	if seen := n.peering.Neighbours.Get(node.ID); seen != nil {
+		node.Address = seen.Address
+	}
+	conn, err := n.peering.Port.Dial(ctx, nodeport.Ranks, node.Address, node.UID)
+	if err != nil {
+		return nil, err // not a nil *Conn in an interface
+	}
+	return conn, nil
+}
+
 // buildServers makes the servers for clients, operators and other nodes.
 func (n *Node) buildServers(t *timers) error {
 	if n.hasRole(state.RoleIngress) {
@@ -473,17 +485,7 @@ func (n *Node) buildServers(t *timers) error {
 			})
 			n.rankLinks = noderpc.NewRankLinks(noderpc.RankLinksConfig{
 				Self: n.cfg.NodeID, Hub: n.hub, Store: n.store, Timers: t.stream, Log: n.log,
-				Open: func(ctx context.Context, node state.Node) (noderpc.StreamClient, error) {
-					conn, err := n.conns.Get(node.ID)
-					if err != nil {
-						return nil, err
-					}
-					stream, err := dpservev1.NewReplicaClient(conn).Subscribe(ctx)
-					if err != nil {
-						return nil, err
-					}
-					return remote.Watch(node.ID, stream), nil
-				},
+				Open: n.openStream, Heard: remote.Heard,
 			})
 			n.groups = noderpc.NewGroupLinks(noderpc.GroupLinksConfig{
 				Conn: n.conns.Get, Peer: nodeport.PeerFromContext, Timers: t.stream, Log: n.log,

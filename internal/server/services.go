@@ -17,7 +17,6 @@ import (
 	"github.com/dpserve/dpserve/internal/cluster/peering"
 	"github.com/dpserve/dpserve/internal/noderpc"
 	"github.com/dpserve/dpserve/internal/problem"
-	dpservev1 "github.com/dpserve/dpserve/internal/proto/dpserve/v1"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
 )
@@ -31,6 +30,7 @@ type services struct {
 	renew  *grpc.Server           // nil without role control
 	data   *noderpc.DataServer    // nil without role worker
 	stream *noderpc.StreamServer  // nil without role worker
+	ranks  net.Listener           // of stream
 	http   []*nodeport.HTTPServer // admin API, and the data port of a worker
 
 	loops    sync.WaitGroup
@@ -90,10 +90,6 @@ func (s *services) serveControl() {
 // serveRanks opens this node's ranks to the ingresses of other nodes.
 func (s *services) serveRanks() {
 	n := s.n
-	s.stream = noderpc.NewStreamServer(noderpc.StreamServerConfig{
-		Feed: n.hub.Near(), Unknown: n.nodeMetrics.Unknown, Timers: n.cfg.timers().stream, Log: n.log,
-		Peer: nodeport.PeerFromContext,
-	})
 	s.data = noderpc.NewDataServer(noderpc.DataConfig{
 		Feed: n.hub.Near(), Serves: n.node.Serves(), Dial: n.cfg.dialer(), Log: n.log,
 		Caller: func(ctx context.Context) (string, bool) {
@@ -101,7 +97,13 @@ func (s *services) serveRanks() {
 			return id.Node, ok && id.HasRole(string(state.RoleIngress))
 		},
 	})
-	dpservev1.RegisterReplicaServer(s.grpc, s.data.Watch(s.stream))
+	s.stream = noderpc.NewStreamServer(noderpc.StreamServerConfig{
+		Feed: n.hub.Near(), Count: s.data.CountStream, Unknown: n.nodeMetrics.Unknown,
+		Timers: n.cfg.timers().stream, Log: n.log,
+		Peer: func(c net.Conn) string { id, _ := nodeport.PeerOf(c); return id.Node },
+	})
+	s.ranks = s.port.Listener(nodeport.Ranks)
+	s.run(func() error { return s.stream.Serve(s.ranks) })
 	s.http = append(s.http, s.port.ServeHTTP(nodeport.Data, s.data))
 }
 
@@ -153,14 +155,15 @@ func (s *services) close() error {
 			server.Stop()
 		}
 	}
+	if s.stream != nil {
+		errs = append(errs, s.ranks.Close())
+		s.stream.Close()
+	}
 	for _, h := range s.http {
 		errs = append(errs, h.Close())
 	}
 	if s.data != nil {
 		errs = append(errs, s.data.Close())
-	}
-	if s.stream != nil {
-		s.stream.Close()
 	}
 	s.loops.Wait()
 	return errors.Join(errs...)

@@ -199,7 +199,7 @@ func TestSP11Strangers(t *testing.T) {
 func (s *junkSender) forges(show tls.Certificate, at ...*harness.Member) {
 	hello := []byte("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00")
 	for _, alpn := range []string{
-		nodeport.Raft, nodeport.GRPC, nodeport.Data, nodeport.Admin,
+		nodeport.Raft, nodeport.GRPC, nodeport.Ranks, nodeport.Data, nodeport.Admin,
 		"dpserve-else/1",
 	} {
 		for _, certs := range [][]tls.Certificate{{show}, nil} {

@@ -202,10 +202,14 @@ type Conn struct {
 	port *Port // nil for the connection of a newcomer
 }
 
-// Close ends the connection.
+// Close ends the connection. One of Ranks ends without TLS's closing message, because sending it could block,
+// and a stream's last record says the same.
 func (c *Conn) Close() error {
 	if c.port != nil {
 		c.port.untrack(c)
+	}
+	if c.ALPN == Ranks {
+		return c.NetConn().Close()
 	}
 	return c.Conn.Close()
 }

@@ -5,10 +5,10 @@
 // After the TLS 1.3 handshake the server sends a greeting of one byte, because in TLS 1.3 a client has
 // finished before the server has looked at its certificate: without it a refusal would come in the middle of
 // something. ALPN says what is asked for and so which role is needed: join needs no certificate, renew one of
-// a member whose time may be over, raft role control, data role ingress or control. Nodes are known by the
-// UID in their certificate, never by host name. Sessions are not resumed, so every new connection shows a
-// certificate that is valid now. At most 256 handshakes run at once; half-open ones delay a member and cannot
-// keep it out.
+// a member whose time may be over, raft role control, data role ingress or control, ranks role ingress. Nodes
+// are known by the UID in their certificate, never by host name. Sessions are not resumed, so every new
+// connection shows a certificate that is valid now. At most 256 handshakes run at once; half-open ones delay
+// a member and cannot keep it out.
 package nodeport
 
 import (
@@ -36,6 +36,8 @@ const (
 	Raft = "dpserve-raft/1" // consensus; peers have role control
 	GRPC = "dpserve-grpc/1" // the services between members
 	Data = "dpserve-data/1" // HTTP/1.1 requests for engines; peers have role ingress or control
+	// the records of the node's ranks, and what is posted to them; peers have role ingress
+	Ranks = "dpserve-ranks/1"
 
 	Admin = "dpserve-admin/1" // HTTP/1.1, the admin API of the leader for other nodes
 	Join  = "dpserve-join/1"  // gRPC for newcomers, which have no certificate
@@ -117,6 +119,8 @@ func mayUse(alpn string, id pki.Identity) bool {
 		return id.HasRole(string(state.RoleControl))
 	case Data:
 		return id.HasRole(string(state.RoleIngress), string(state.RoleControl))
+	case Ranks:
+		return id.HasRole(string(state.RoleIngress))
 	default:
 		return true
 	}

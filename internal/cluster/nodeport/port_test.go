@@ -199,6 +199,11 @@ func TestDialSaysWhy(t *testing.T) {
 			err: nodeport.ErrRole, code: problem.PermissionDenied, text: "dpserve-data/1",
 			counted: nodeport.BadRole,
 		},
+		"ranks' streams by a control node": {
+			client: w.member(t, "b", "control", "worker"), alpn: nodeport.Ranks,
+			err: nodeport.ErrRole, code: problem.PermissionDenied, text: "dpserve-ranks/1",
+			counted: nodeport.BadRole,
+		},
 		"not served": {
 			client: w.member(t, "b", "control"), alpn: nodeport.Admin,
 			err: nodeport.ErrNotServed, code: problem.Unavailable, text: "is not served there",
@@ -213,7 +218,7 @@ func TestDialSaysWhy(t *testing.T) {
 				test.alpn = nodeport.GRPC
 			}
 			a := newNode(t, test.server, nil).serve(t)
-			for _, alpn := range []string{nodeport.GRPC, nodeport.Raft, nodeport.Data} {
+			for _, alpn := range []string{nodeport.GRPC, nodeport.Raft, nodeport.Ranks, nodeport.Data} {
 				a.echo(t, alpn)
 			}
 			a.mu.Lock()

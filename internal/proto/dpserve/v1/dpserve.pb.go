@@ -4,8 +4,8 @@
 // 	protoc        v7.35.1
 // source: dpserve/v1/dpserve.proto
 
-// The streams of the ranks, and the form of errors. All other calls between nodes send Go structs as JSON
-// (internal/noderpc, call.go).
+// What readers of the ranks' streams post, and the form of errors. The records are packed (internal/noderpc,
+// record.go). All other calls between nodes send Go structs as JSON (internal/noderpc, call.go).
 
 package dpservev1
 
@@ -117,30 +117,29 @@ func (x *Problem) GetLeader() string {
 	return ""
 }
 
-// SubscribeRequest is what an ingress node says on its stream: who it is, then whatever it posts to the
-// ranks.
-type SubscribeRequest struct {
+// Posts is what an ingress node says on the stream of a node's ranks, with its length in front. Without posts
+// it is a sign of life.
+type Posts struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Ingress       string                 `protobuf:"bytes,1,opt,name=ingress,proto3" json:"ingress,omitempty"` // the first message only
-	Posts         []*Post                `protobuf:"bytes,2,rep,name=posts,proto3" json:"posts,omitempty"`
+	Posts         []*Post                `protobuf:"bytes,1,rep,name=posts,proto3" json:"posts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *SubscribeRequest) Reset() {
-	*x = SubscribeRequest{}
+func (x *Posts) Reset() {
+	*x = Posts{}
 	mi := &file_dpserve_v1_dpserve_proto_msgTypes[1]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *SubscribeRequest) String() string {
+func (x *Posts) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*SubscribeRequest) ProtoMessage() {}
+func (*Posts) ProtoMessage() {}
 
-func (x *SubscribeRequest) ProtoReflect() protoreflect.Message {
+func (x *Posts) ProtoReflect() protoreflect.Message {
 	mi := &file_dpserve_v1_dpserve_proto_msgTypes[1]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -152,19 +151,12 @@ func (x *SubscribeRequest) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use SubscribeRequest.ProtoReflect.Descriptor instead.
-func (*SubscribeRequest) Descriptor() ([]byte, []int) {
+// Deprecated: Use Posts.ProtoReflect.Descriptor instead.
+func (*Posts) Descriptor() ([]byte, []int) {
 	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{1}
 }
 
-func (x *SubscribeRequest) GetIngress() string {
-	if x != nil {
-		return x.Ingress
-	}
-	return ""
-}
-
-func (x *SubscribeRequest) GetPosts() []*Post {
+func (x *Posts) GetPosts() []*Post {
 	if x != nil {
 		return x.Posts
 	}
@@ -644,53 +636,6 @@ func (x *Demand) GetWaits() bool {
 	return false
 }
 
-// Records is a piece of the streams of a node's ranks, in order. The records are packed (internal/noderpc,
-// record.go): each has its length in front, so that kinds of a later version can be skipped. Without records
-// it is a heartbeat.
-type Records struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Packed        []byte                 `protobuf:"bytes,1,opt,name=packed,proto3" json:"packed,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *Records) Reset() {
-	*x = Records{}
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *Records) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*Records) ProtoMessage() {}
-
-func (x *Records) ProtoReflect() protoreflect.Message {
-	mi := &file_dpserve_v1_dpserve_proto_msgTypes[8]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use Records.ProtoReflect.Descriptor instead.
-func (*Records) Descriptor() ([]byte, []int) {
-	return file_dpserve_v1_dpserve_proto_rawDescGZIP(), []int{8}
-}
-
-func (x *Records) GetPacked() []byte {
-	if x != nil {
-		return x.Packed
-	}
-	return nil
-}
-
 var File_dpserve_v1_dpserve_proto protoreflect.FileDescriptor
 
 const file_dpserve_v1_dpserve_proto_rawDesc = "" +
@@ -704,10 +649,9 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\x03doc\x18\x04 \x01(\tR\x03doc\x12\x18\n" +
 	"\adetails\x18\x05 \x03(\tR\adetails\x12\x0e\n" +
 	"\x02is\x18\x06 \x03(\tR\x02is\x12\x16\n" +
-	"\x06leader\x18\a \x01(\tR\x06leader\"T\n" +
-	"\x10SubscribeRequest\x12\x18\n" +
-	"\aingress\x18\x01 \x01(\tR\aingress\x12&\n" +
-	"\x05posts\x18\x02 \x03(\v2\x10.dpserve.v1.PostR\x05posts\"\xe4\x02\n" +
+	"\x06leader\x18\a \x01(\tR\x06leader\"/\n" +
+	"\x05Posts\x12&\n" +
+	"\x05posts\x18\x01 \x03(\v2\x10.dpserve.v1.PostR\x05posts\"\xe4\x02\n" +
 	"\x04Post\x12\x12\n" +
 	"\x04unit\x18\x01 \x01(\tR\x04unit\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x12\n" +
@@ -744,11 +688,7 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\x03out\x18\x02 \x01(\x03R\x03out\"\b\n" +
 	"\x06Pardon\"\x1e\n" +
 	"\x06Demand\x12\x14\n" +
-	"\x05waits\x18\x01 \x01(\bR\x05waits\"!\n" +
-	"\aRecords\x12\x16\n" +
-	"\x06packed\x18\x01 \x01(\fR\x06packed2M\n" +
-	"\aReplica\x12B\n" +
-	"\tSubscribe\x12\x1c.dpserve.v1.SubscribeRequest\x1a\x13.dpserve.v1.Records(\x010\x01B@Z>github.com/dpserve/dpserve/internal/proto/dpserve/v1;dpservev1b\x06proto3"
+	"\x05waits\x18\x01 \x01(\bR\x05waitsB@Z>github.com/dpserve/dpserve/internal/proto/dpserve/v1;dpservev1b\x06proto3"
 
 var (
 	file_dpserve_v1_dpserve_proto_rawDescOnce sync.Once
@@ -762,29 +702,26 @@ func file_dpserve_v1_dpserve_proto_rawDescGZIP() []byte {
 	return file_dpserve_v1_dpserve_proto_rawDescData
 }
 
-var file_dpserve_v1_dpserve_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
+var file_dpserve_v1_dpserve_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
 var file_dpserve_v1_dpserve_proto_goTypes = []any{
-	(*Problem)(nil),          // 0: dpserve.v1.Problem
-	(*SubscribeRequest)(nil), // 1: dpserve.v1.SubscribeRequest
-	(*Post)(nil),             // 2: dpserve.v1.Post
-	(*Done)(nil),             // 3: dpserve.v1.Done
-	(*FirstToken)(nil),       // 4: dpserve.v1.FirstToken
-	(*Progress)(nil),         // 5: dpserve.v1.Progress
-	(*Pardon)(nil),           // 6: dpserve.v1.Pardon
-	(*Demand)(nil),           // 7: dpserve.v1.Demand
-	(*Records)(nil),          // 8: dpserve.v1.Records
+	(*Problem)(nil),    // 0: dpserve.v1.Problem
+	(*Posts)(nil),      // 1: dpserve.v1.Posts
+	(*Post)(nil),       // 2: dpserve.v1.Post
+	(*Done)(nil),       // 3: dpserve.v1.Done
+	(*FirstToken)(nil), // 4: dpserve.v1.FirstToken
+	(*Progress)(nil),   // 5: dpserve.v1.Progress
+	(*Pardon)(nil),     // 6: dpserve.v1.Pardon
+	(*Demand)(nil),     // 7: dpserve.v1.Demand
 }
 var file_dpserve_v1_dpserve_proto_depIdxs = []int32{
-	2, // 0: dpserve.v1.SubscribeRequest.posts:type_name -> dpserve.v1.Post
+	2, // 0: dpserve.v1.Posts.posts:type_name -> dpserve.v1.Post
 	3, // 1: dpserve.v1.Post.done:type_name -> dpserve.v1.Done
 	4, // 2: dpserve.v1.Post.first_token:type_name -> dpserve.v1.FirstToken
 	5, // 3: dpserve.v1.Post.progress:type_name -> dpserve.v1.Progress
 	7, // 4: dpserve.v1.Post.demand:type_name -> dpserve.v1.Demand
 	6, // 5: dpserve.v1.Post.pardon:type_name -> dpserve.v1.Pardon
-	1, // 6: dpserve.v1.Replica.Subscribe:input_type -> dpserve.v1.SubscribeRequest
-	8, // 7: dpserve.v1.Replica.Subscribe:output_type -> dpserve.v1.Records
-	7, // [7:8] is the sub-list for method output_type
-	6, // [6:7] is the sub-list for method input_type
+	6, // [6:6] is the sub-list for method output_type
+	6, // [6:6] is the sub-list for method input_type
 	6, // [6:6] is the sub-list for extension type_name
 	6, // [6:6] is the sub-list for extension extendee
 	0, // [0:6] is the sub-list for field type_name
@@ -808,9 +745,9 @@ func file_dpserve_v1_dpserve_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_dpserve_v1_dpserve_proto_rawDesc), len(file_dpserve_v1_dpserve_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   9,
+			NumMessages:   8,
 			NumExtensions: 0,
-			NumServices:   1,
+			NumServices:   0,
 		},
 		GoTypes:           file_dpserve_v1_dpserve_proto_goTypes,
 		DependencyIndexes: file_dpserve_v1_dpserve_proto_depIdxs,
