@@ -24,9 +24,11 @@ import (
 func noPeer(l *pairengine.Leg) bool { return l.Fail(http.StatusInternalServerError) }
 
 // TestRoutesThatAreNotSplit: every route but chats and completions stays on one decode rank, is counted with
-// reason route if the engine computes for it, and explain says the same and counts nothing.
+// reason route if the engine computes for it, and explain says the same and counts nothing. A 4xx counts as
+// rejected.
 func TestRoutesThatAreNotSplit(t *testing.T) {
-	var asked atomic.Int32 // of the prefill rank's engine
+	var asked, status atomic.Int32 // of the prefill rank's engine; of the decode rank's answers
+	status.Store(200)
 	g := newPairRig(t, options{prefills: 1, decodes: 1, wrap: func(e http.Handler) string {
 		srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			switch {
@@ -36,7 +38,7 @@ func TestRoutesThatAreNotSplit(t *testing.T) {
 			case e.(*pairengine.Engine).Role == pairengine.Prefill:
 				asked.Add(1)
 			}
-			replies(200, wholeAnswer)(w, r)
+			replies(int(status.Load()), wholeAnswer)(w, r)
 		}))
 		t.Cleanup(srv.Close)
 		return srv.URL
@@ -65,6 +67,9 @@ func TestRoutesThatAreNotSplit(t *testing.T) {
 	}
 	assert.Greater(t, counted, 10)
 	assert.Zero(t, asked.Load(), "no prefill rank was asked")
+	status.Store(400)
+	assert.Equal(t, 400, g.post("/v1/embeddings", body).status)
+	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="rejected",way="local"}`, "1")
 }
 
 // RP42: a pair takes requests only after it has met, and again after a restart of either rank.

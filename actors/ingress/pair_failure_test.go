@@ -2,6 +2,7 @@ package ingress
 
 import (
 	"net/http"
+	"strconv"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -88,6 +89,29 @@ func TestDecodeRejects(t *testing.T) {
 	assert.JSONEq(t, said, a.body)
 	g.requireMetric(`dpserve_pd_requests_total{app="demo",outcome="rejected",way="remote"}`, "2")
 	assert.Len(t, g.fleet.Legs(pairengine.Prefill), 2, "nothing is done again")
+}
+
+// TestReservedDecodeRankIsLost: while a prefill rank computes, the unit of the decode rank is lost that the
+// request has reserved. It is given up at once, and another one answers.
+func TestReservedDecodeRankIsLost(t *testing.T) {
+	t.Parallel()
+	g := newPairRig(t, options{prefills: 1, decodes: 2})
+	computes, isLost := make(chan struct{}), make(chan struct{})
+	g.p[0].Do(func(*pairengine.Leg) bool {
+		close(computes)
+		<-isLost
+		return false
+	})
+	answered := make(chan answer, 1)
+	go func() { answered <- g.post("/v1/chat/completions", streamBody) }()
+	<-computes
+	other := g.decodes[0].granted() // the number of the rank that the request has not reserved
+	g.decodes[1-other].say(false, true, "exit_1")
+	eventually(t, func() bool { return len(g.decodes[1-other].allDones()) == 1 }, "it is given up")
+	close(isLost)
+	a := <-answered
+	g.served(a, "remote")
+	assert.Equal(t, strconv.Itoa(other), a.header.Get("X-Dpserve-Rank"))
 }
 
 func (r *replica) ref() routing.RankRef {

@@ -43,3 +43,20 @@ func TestSplit(t *testing.T) {
 		})
 	}
 }
+
+// TestCachedTokensOfAPrompt: what a decode rank's engine reports as cached of a prompt is of the prefill
+// rank's cache if that rank has computed it, and otherwise of its own.
+func TestCachedTokensOfAPrompt(t *testing.T) {
+	g := newPairRig(t, options{prefills: 1, decodes: 1})
+	g.d[0].Do(answers(replies(200, cachedAnswer)))
+	g.served(g.post("/v1/chat/completions", chatBody), "remote")
+	done := g.decodes[0].lastDone(t)
+	assert.Equal(t, []any{0, false}, []any{done.CachedTokens, done.HasCached})
+	g.prefills[0].say(false, true, "exit_1")
+	eventually(t, func() bool {
+		a := g.post("/v1/chat/completions", chatBody)
+		return a.header.Get("X-Dpserve-Prefill") == "fallback"
+	}, "no prefill rank computes it")
+	done = g.decodes[0].lastDone(t)
+	assert.Equal(t, []any{3, true}, []any{done.CachedTokens, done.HasCached})
+}

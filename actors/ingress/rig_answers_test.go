@@ -82,4 +82,6 @@ const (
 
 	wholeAnswer = `{"id":"c","choices":[{"index":0,"message":{"content":"a"},"finish_reason":"stop"}],` +
 		`"usage":{"prompt_tokens":5,"total_tokens":6,"completion_tokens":1}}`
+	cachedAnswer = `{"id":"c","choices":[{"index":0,"message":{"content":"a"},"finish_reason":"stop"}],` +
+		`"usage":{"prompt_tokens":5,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":3}}}`
 )
