@@ -11,7 +11,6 @@ import (
 	"path"
 	"path/filepath"
 	"runtime/debug"
-	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -19,7 +18,6 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/server"
 )
@@ -138,7 +136,7 @@ func defaultDataDir(getenv func(string) string) (string, error) {
 		WithHint("name a folder with --data-dir, for example --data-dir /var/lib/dpserve")
 }
 
-// buildConfig returns the config that the flags describe. It checks only flags that are not config values;
+// buildConfig returns the config that the flags describe. It checks only what the config cannot hold;
 // server.Config.Validate checks the rest.
 func (f *nodeFlags) buildConfig(e *env) (server.Config, error) {
 	c := f.config
@@ -155,24 +153,7 @@ func (f *nodeFlags) buildConfig(e *env) (server.Config, error) {
 		}
 		c.Timers[name] = d
 	}
-	if err := checkOneOf("--on-lease-loss", c.OnLeaseLoss, "serve", "fence"); err != nil {
-		return c, err
-	}
-	if err := checkOneOf("--log-format", c.LogFormat, "text", "json"); err != nil {
-		return c, err
-	}
-	return c, checkOneOf("--log-level", c.LogLevel, "debug", "info", "warn", "error")
-}
-
-func checkOneOf(flag, value string, allowed ...string) error {
-	if slices.Contains(allowed, value) {
-		return nil
-	}
-	err := problem.New(problem.InvalidArgument, "%s %q: wanted %s", flag, value, strings.Join(allowed, ", "))
-	if near := nearest.Word(value, allowed); near != "" {
-		return err.WithHint("did you mean %s?", near)
-	}
-	return err.WithHint("leave %s out for its default", flag)
+	return c, nil
 }
 
 // stopAtOnce is the longest time that a node may take to stop at once. Engines get no grace then.

@@ -10,6 +10,7 @@ import (
 
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engineflags"
+	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -19,7 +20,7 @@ type object map[string]any
 // file returns the application that the command line describes, in canonical text. behind are the words
 // behind --.
 func (f *serveFlags) file(e *env, behind []string) (*appFile, error) {
-	if err := checkOneOf("--engine", f.engine, engineflags.VLLM, engineflags.SGLang,
+	if err := nearest.CheckFlag("--engine", f.engine, engineflags.VLLM, engineflags.SGLang,
 		engineflags.Sim); err != nil {
 		return nil, err
 	}

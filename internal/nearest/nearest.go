@@ -1,7 +1,12 @@
 // Package nearest finds the word that was probably meant.
 package nearest
 
-import "strings"
+import (
+	"slices"
+	"strings"
+
+	"github.com/dpserve/dpserve/internal/problem"
+)
 
 // Word is the word of words that was probably meant by found, or "". Case and the choice of _ or - do not
 // count as a difference; otherwise about one edit in three characters is forgiven.
@@ -19,6 +24,18 @@ func Within(edits int, found string, words []string) string {
 		}
 	}
 	return best
+}
+
+// CheckFlag refuses a value of a flag that is none of its words.
+func CheckFlag(flag, value string, words ...string) error {
+	if slices.Contains(words, value) {
+		return nil
+	}
+	err := problem.New(problem.InvalidArgument, "%s %q: wanted %s", flag, value, strings.Join(words, ", "))
+	if near := Word(value, words); near != "" {
+		return err.WithHint("did you mean %s?", near)
+	}
+	return err.WithHint("leave %s out for its default", flag)
 }
 
 func plain(s string) string { return strings.ReplaceAll(strings.ToLower(s), "_", "-") }

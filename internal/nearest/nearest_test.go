@@ -5,6 +5,9 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/internal/problem"
 )
 
 func TestWord(t *testing.T) {
@@ -17,4 +20,17 @@ func TestWord(t *testing.T) {
 		assert.Equal(t, want, Word(found, words), found)
 	}
 	assert.Empty(t, Word("x", nil))
+}
+
+func TestCheckFlag(t *testing.T) {
+	require.NoError(t, CheckFlag("--log-format", "json", "text", "json"))
+	for value, hint := range map[string]string{
+		"txt": "did you mean text?", "": "leave --log-format out for its default",
+	} {
+		var err *problem.Error
+		require.ErrorAs(t, CheckFlag("--log-format", value, "text", "json"), &err)
+		assert.Equal(t, problem.InvalidArgument, err.Code)
+		assert.Equal(t, `--log-format "`+value+`": wanted text, json`, err.Message)
+		assert.Equal(t, hint, err.Hint)
+	}
 }

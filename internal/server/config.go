@@ -10,6 +10,7 @@
 package server
 
 import (
+	"cmp"
 	"context"
 	"io"
 	"log/slog"
@@ -33,6 +34,7 @@ import (
 	"github.com/dpserve/dpserve/internal/devices"
 	"github.com/dpserve/dpserve/internal/doctor"
 	"github.com/dpserve/dpserve/internal/engine"
+	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/noderpc"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
@@ -179,6 +181,13 @@ func (c *Config) Validate() error {
 			WithHint("the defaults are %s and %s", DefaultOrphanTimeout, DefaultRestartGrace)
 	}
 	if err := c.validateCluster(); err != nil {
+		return err
+	}
+	if err := cmp.Or(
+		nearest.CheckFlag("--on-lease-loss", c.OnLeaseLoss, string(node.Serve), string(node.Fence)),
+		nearest.CheckFlag("--log-format", c.LogFormat, "text", "json"),
+		nearest.CheckFlag("--log-level", c.LogLevel, "debug", "info", "warn", "error"),
+	); err != nil {
 		return err
 	}
 	if strings.ContainsAny(c.NodeID, "/ \t\n") || c.NodeID == "" {

@@ -104,8 +104,7 @@ func New(c Config) (*Node, error) {
 	}
 	var level slog.Level
 	if err := level.UnmarshalText([]byte(c.LogLevel)); err != nil {
-		return nil, problem.New(problem.InvalidArgument, "--log-level %q: wanted debug, info, warn, error",
-			c.LogLevel).WithHint("leave --log-level out for its default")
+		return nil, err // Validate knows only words that slog knows
 	}
 	ctx, kill := context.WithCancel(context.Background())
 	n := &Node{
