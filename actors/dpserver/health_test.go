@@ -273,7 +273,7 @@ func TestHealthFencesAtOnceOrAsksTheProbe(t *testing.T) {
 func TestAFailedConnectionIsProbedAtOnce(t *testing.T) {
 	withRank(t, 9, true, func(t *testing.T, r *testRig) {
 		r.engine.set(func(f *fakeEngine) { f.health = engine.RefusedConn })
-		r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, Probe: true})
+		r.send(&msg.Done{TicketID: r.ask().Ticket.ID, Outcome: msg.FailedOutcome, CheckHealth: true})
 		assert.Len(t, r.tape.nodeEvents(), 1, "no time has passed")
 	})
 }

@@ -503,7 +503,7 @@ func (r *replica) applyOutcome(m *msg.Done) {
 	if m.Charge || isGood(m) {
 		r.ejection.note(m.Charge)
 	}
-	if m.Probe {
+	if m.CheckHealth {
 		r.checkHealth()
 	}
 }

@@ -61,7 +61,7 @@ func causeRow(row *dispatch.Row) []string {
 	}
 	var against []string
 	for word, is := range map[string]bool{
-		"counts towards its ejection": row.Charge, "its health is checked": row.Probe && !row.Charge,
+		"counts towards its ejection": row.Charge, "its health is checked": row.CheckHealth && !row.Charge,
 		"full for a while": row.Busy,
 	} {
 		if is {

@@ -27,12 +27,12 @@ func breaksOff(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler)
 func TestPrefillFails(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
-		engine  http.HandlerFunc
-		status  int
-		asked   int
-		outcome msg.Outcome
-		charge  bool
-		probe   bool
+		engine      http.HandlerFunc
+		status      int
+		asked       int
+		outcome     msg.Outcome
+		charge      bool
+		checkHealth bool
 	}{
 		"400":   {replies(400, `{"error":{"message":"bad","code":400}}`), 400, 1, msg.OK, false, false},
 		"500":   {replies(500, `{}`), 200, 2, msg.FailedOutcome, true, false},
@@ -59,10 +59,10 @@ func TestPrefillFails(t *testing.T) {
 			d := g.prefills[0].oneDone(t)
 			assert.Equal(t, c.outcome, d.Outcome)
 			assert.Equal(t, c.charge, d.Charge, "charge")
-			assert.Equal(t, c.probe, d.Probe, "probe")
+			assert.Equal(t, c.checkHealth, d.CheckHealth, "health check")
 			for _, d := range g.decodes[0].allDones() {
 				assert.NotEqual(t, msg.FailedOutcome, d.Outcome)
-				assert.False(t, d.Charge || d.Probe || d.BusyFor > 0)
+				assert.False(t, d.Charge || d.CheckHealth || d.BusyFor > 0)
 			}
 		})
 	}

@@ -75,7 +75,7 @@ func TestRankOutcome(t *testing.T) {
 		body   string
 		status int
 		cause  string
-		says   string // charge, probe, busy
+		says   string // charge, check, busy
 	}{
 		{"stream", sends(roleChunk, textChunk, stopChunk, usageChunk, doneEvent), streamBody, 200, "ok", ""},
 		{"whole", replies(200, wholeAnswer), chatBody, 200, "ok", ""},
@@ -102,10 +102,10 @@ func TestRankOutcome(t *testing.T) {
 		},
 		{"busy as event", sends(busyError, doneEvent), streamBody, 503, "engine_busy", "busy"},
 		{"other 503", replies(503, `{"error":"scaling"}`), streamBody, 503, "engine_busy", "busy"},
-		{"dead core", replies(500, deadCore), chatBody, 500, "engine_dead", "probe"},
+		{"dead core", replies(500, deadCore), chatBody, 500, "engine_dead", "check"},
 		{"redirect", redirect, chatBody, 502, "redirect", "charge"},
-		{"reset", resets, chatBody, 502, "reset", "probe"},
-		{"refuses", nil, chatBody, 502, "connection_refused", "probe"},
+		{"reset", resets, chatBody, 502, "reset", "check"},
+		{"refuses", nil, chatBody, 502, "connection_refused", "check"},
 		{"malformed", writesRaw("HTTP/9 what\r\n\r\n"), chatBody, 502, "malformed_answer", "charge"},
 		{"a head that is too large", largeHead, streamBody, 502, "malformed_answer", "charge"},
 		{"empty", sends(), streamBody, 502, "empty", "charge"},
@@ -115,7 +115,7 @@ func TestRankOutcome(t *testing.T) {
 		{"breaks off after its role", cutAfter(roleChunk), streamBody, 502, "empty", "charge"},
 		{"hangs", h.sends(), streamBody, 504, "first_token_timeout", "charge"},
 		{"hangs after its role", h.sends(roleChunk), streamBody, 504, "first_token_timeout", "charge"},
-		{"breaks off", cutAfter(textChunk), streamBody, 200, "upstream_lost", "charge probe"},
+		{"breaks off", cutAfter(textChunk), streamBody, 200, "upstream_lost", "charge check"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
@@ -147,9 +147,9 @@ func TestRankOutcome(t *testing.T) {
 				assert.Equal(t, want, d.Outcome)
 				assert.Equal(t, c.cause, d.Cause)
 				var says []string
-				for i, is := range []bool{d.Charge, d.Probe, d.BusyFor > 0} {
+				for i, is := range []bool{d.Charge, d.CheckHealth, d.BusyFor > 0} {
 					if is {
-						says = append(says, []string{"charge", "probe", "busy"}[i])
+						says = append(says, []string{"charge", "check", "busy"}[i])
 					}
 				}
 				assert.Equal(t, c.says, strings.Join(says, " "))

@@ -307,11 +307,11 @@ func TestTheEnginesOwnWordsPass(t *testing.T) {
 	const bad = `{"error": {"message": "m", "type": "BadRequestError", "code": 400}}`
 	aborted := strings.Replace(wholeAnswer, `"stop"`, `"abort"`, 1)
 	for name, c := range map[string]struct {
-		engine  http.HandlerFunc
-		body    string
-		want    string
-		outcome msg.Outcome
-		probe   bool
+		engine      http.HandlerFunc
+		body        string
+		want        string
+		outcome     msg.Outcome
+		checkHealth bool
 	}{
 		"error event": {
 			sends(roleChunk, textChunk, boom, doneEvent), streamBody,
@@ -345,7 +345,7 @@ func TestTheEnginesOwnWordsPass(t *testing.T) {
 			for _, r := range g.replicas {
 				if r.admits > 0 {
 					d := r.lastDone(t)
-					assert.Equal(t, []any{c.outcome, false, c.probe}, []any{d.Outcome, d.Charge, d.Probe})
+					assert.Equal(t, []any{c.outcome, false, c.checkHealth}, []any{d.Outcome, d.Charge, d.CheckHealth})
 				}
 			}
 		})

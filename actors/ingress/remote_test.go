@@ -181,6 +181,6 @@ func TestNodeLost(t *testing.T) {
 	defer g.replicas[0].mu.Unlock()
 	for _, d := range g.replicas[0].dones {
 		assert.Equal(t, "node_unreachable", d.Cause)
-		assert.False(t, d.Charge || d.Probe)
+		assert.False(t, d.Charge || d.CheckHealth)
 	}
 }

@@ -171,7 +171,7 @@ const (
 const CauseRestarting = "restarting"
 
 // Done ends a ticket and gives its load back, exactly once. Charge says that the failure counts towards the
-// ejection; Probe asks for an immediate health check, after a refused or reset connection.
+// ejection; CheckHealth asks for a health check at once, after a refused or reset connection.
 type Done struct {
 	TicketID         uint64
 	Outcome          Outcome
@@ -184,8 +184,8 @@ type Done struct {
 	Charge           bool
 	// engine_busy: so long the rank counts as full. 0: it is not, and a rank that is full for a second or
 	// less is no longer
-	BusyFor time.Duration
-	Probe   bool
+	BusyFor     time.Duration
+	CheckHealth bool
 }
 
 // Pardon takes back that an answer counts towards the ejection: another rank has answered the same, so it is

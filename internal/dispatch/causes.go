@@ -105,16 +105,16 @@ type Row struct {
 	Name string
 	// before the first byte
 
-	Again  Again
-	Cost   Cost
-	Pays   bool // a retry that must wait for room draws from the retry budget
-	Charge bool // counts towards the rank's ejection
-	Death  bool // the engine died, or its connection did, while it had the request
-	Probe  bool // the DPServer checks its engine at once
-	Busy   bool // the DPServer counts the rank as full for a while
-	Unit   bool // excludes the whole unit of a lockstep application
-	Words  bool // the engine has answered: at the end the client gets its status, body and Retry-After
-	Same   bool // the same text of two ranks is about the request
+	Again       Again
+	Cost        Cost
+	Pays        bool // a retry that must wait for room draws from the retry budget
+	Charge      bool // counts towards the rank's ejection
+	Death       bool // the engine died, or its connection did, while it had the request
+	CheckHealth bool // the DPServer checks its engine at once
+	Busy        bool // the DPServer counts the rank as full for a while
+	Unit        bool // excludes the whole unit of a lockstep application
+	Words       bool // the engine has answered: at the end the client gets its status, body and Retry-After
+	Same        bool // the same text of two ranks is about the request
 
 	Own   string // code of dpserve's own answer at the end
 	Begun string // code of the error event that ends a stream; "": the stream ends as the engine says
@@ -163,12 +163,12 @@ var Causes = [numCauses]Row{
 		Moves: true, Done: DoneFailed,
 	},
 	ConnRefused: {
-		Name: "connection_refused", Again: Other, Cost: Run, Probe: true, Own: upstreamFailed,
+		Name: "connection_refused", Again: Other, Cost: Run, CheckHealth: true, Own: upstreamFailed,
 		Done: DoneFailed,
 	},
 	NotResent: {Name: "not_resent", Again: Any, Own: noReadyRank, Done: DoneCancelled},
 	Reset: {
-		Name: "reset", Again: Other, Cost: Run, Death: true, Probe: true, Unit: true, Own: upstreamFailed,
+		Name: "reset", Again: Other, Cost: Run, Death: true, CheckHealth: true, Unit: true, Own: upstreamFailed,
 		Done: DoneFailed,
 	},
 	UnitLost: {
@@ -195,7 +195,7 @@ var Causes = [numCauses]Row{
 		Name: "engine_busy", Again: Any, Busy: true, Words: true, Own: overloaded, Done: DoneFailed,
 	},
 	EngineDead: {
-		Name: "engine_dead", Again: Other, Cost: Run, Death: true, Probe: true, Unit: true, Words: true,
+		Name: "engine_dead", Again: Other, Cost: Run, Death: true, CheckHealth: true, Unit: true, Words: true,
 		Own: upstreamFailed, Begun: upstreamLost, Done: DoneFailed,
 	},
 	EngineError: {
@@ -220,7 +220,7 @@ var Causes = [numCauses]Row{
 	},
 
 	UpstreamLost: {
-		Name: "upstream_lost", Charge: true, Death: true, Probe: true, Unit: true, Own: upstreamFailed,
+		Name: "upstream_lost", Charge: true, Death: true, CheckHealth: true, Unit: true, Own: upstreamFailed,
 		Begun: upstreamLost, Moves: true, Done: DoneFailed,
 	},
 	Stalled: { // it is fenced
@@ -228,7 +228,7 @@ var Causes = [numCauses]Row{
 		Done: DoneFailed,
 	},
 	Silent:     {Name: "silent_stream", Own: upstreamFailed, Begun: stalled, Done: DoneFailed},
-	ErrorEvent: {Name: "error_event", Probe: true, Own: upstreamFailed, Done: DoneFailed},
+	ErrorEvent: {Name: "error_event", CheckHealth: true, Own: upstreamFailed, Done: DoneFailed},
 
 	ClientGone: {Name: "client_gone", Done: DoneCancelled},
 	SlowReader: {Name: "slow_reader", Done: DoneCancelled},

@@ -498,7 +498,7 @@ func (f *flight) do(cmd *Command) {
 			w.badRelease++
 		}
 		row := cmd.Cause.Row()
-		if (cmd.Charge || row.Probe || row.Done == DoneFailed && !row.Busy) && !f.isAtFault(cmd.Number) {
+		if (cmd.Charge || row.CheckHealth || row.Done == DoneFailed && !row.Busy) && !f.isAtFault(cmd.Number) {
 			w.unfair++
 		}
 	case CmdAlarm:

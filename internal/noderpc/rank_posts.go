@@ -155,7 +155,7 @@ func toPost(m any) *dpservev1.Post {
 			PromptTokens: int64(m.PromptTokens), CachedTokens: int64(m.CachedTokens),
 			HasCached: m.HasCached, CompletionTokens: int64(m.CompletionTokens),
 			FirstTokenNano: int64(m.FirstToken), Charge: m.Charge, BusyNano: int64(m.BusyFor),
-			Probe: m.Probe,
+			CheckHealth: m.CheckHealth,
 		}}}
 	case *msg.FirstToken:
 		return &dpservev1.Post{Message: &dpservev1.Post_FirstToken{

@@ -308,7 +308,7 @@ func doneOf(d *dpservev1.Done) any {
 		HasCached:        d.GetHasCached(),
 		CompletionTokens: boundedCount(d.GetCompletionTokens()),
 		FirstToken:       max(time.Duration(d.GetFirstTokenNano()), 0),
-		Charge:           d.GetCharge(), Probe: d.GetProbe(),
+		Charge:           d.GetCharge(), CheckHealth: d.GetCheckHealth(),
 		BusyFor: min(max(time.Duration(d.GetBusyNano()), 0), maxBusy),
 	}
 }

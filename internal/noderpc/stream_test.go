@@ -324,7 +324,7 @@ func TestPosts(t *testing.T) {
 		done := msg.Done{
 			TicketID: 7, Outcome: msg.FailedOutcome, Cause: "upstream_lost", PromptTokens: 10,
 			CachedTokens: 4, HasCached: true, CompletionTokens: 3,
-			FirstToken: 40 * time.Millisecond, Charge: true, BusyFor: 3 * time.Second, Probe: true,
+			FirstToken: 40 * time.Millisecond, Charge: true, BusyFor: 3 * time.Second, CheckHealth: true,
 		}
 		first := &msg.FirstToken{TicketID: 7, At: at}
 		box.Send(first)

@@ -338,7 +338,7 @@ type Done struct {
 	FirstTokenNano   int64                  `protobuf:"varint,8,opt,name=first_token_nano,json=firstTokenNano,proto3" json:"first_token_nano,omitempty"`
 	Charge           bool                   `protobuf:"varint,9,opt,name=charge,proto3" json:"charge,omitempty"`
 	BusyNano         int64                  `protobuf:"varint,10,opt,name=busy_nano,json=busyNano,proto3" json:"busy_nano,omitempty"`
-	Probe            bool                   `protobuf:"varint,11,opt,name=probe,proto3" json:"probe,omitempty"`
+	CheckHealth      bool                   `protobuf:"varint,11,opt,name=check_health,json=checkHealth,proto3" json:"check_health,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -443,9 +443,9 @@ func (x *Done) GetBusyNano() int64 {
 	return 0
 }
 
-func (x *Done) GetProbe() bool {
+func (x *Done) GetCheckHealth() bool {
 	if x != nil {
-		return x.Probe
+		return x.CheckHealth
 	}
 	return false
 }
@@ -664,7 +664,7 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	" \x01(\v2\x12.dpserve.v1.DemandH\x00R\x06demand\x12,\n" +
 	"\x06pardon\x18\v \x01(\v2\x12.dpserve.v1.PardonH\x00R\x06pardon\x12 \n" +
 	"\vincarnation\x18\b \x01(\x04R\vincarnationB\t\n" +
-	"\amessage\"\xd9\x02\n" +
+	"\amessage\"\xe6\x02\n" +
 	"\x04Done\x12\x16\n" +
 	"\x06ticket\x18\x01 \x01(\x04R\x06ticket\x12\x18\n" +
 	"\aoutcome\x18\x02 \x01(\rR\aoutcome\x12\x14\n" +
@@ -677,8 +677,8 @@ const file_dpserve_v1_dpserve_proto_rawDesc = "" +
 	"\x10first_token_nano\x18\b \x01(\x03R\x0efirstTokenNano\x12\x16\n" +
 	"\x06charge\x18\t \x01(\bR\x06charge\x12\x1b\n" +
 	"\tbusy_nano\x18\n" +
-	" \x01(\x03R\bbusyNano\x12\x14\n" +
-	"\x05probe\x18\v \x01(\bR\x05probe\"?\n" +
+	" \x01(\x03R\bbusyNano\x12!\n" +
+	"\fcheck_health\x18\v \x01(\bR\vcheckHealth\"?\n" +
 	"\n" +
 	"FirstToken\x12\x16\n" +
 	"\x06ticket\x18\x01 \x01(\x04R\x06ticket\x12\x19\n" +
