@@ -42,29 +42,42 @@ const (
 type entry struct {
 	name string
 	make func(p *params) Policy
+	fit  GroupFit
 }
+
+// GroupFit says how a policy suits lockstep groups, each of whose steps lasts as long as that of the slowest
+// rank.
+type GroupFit int
+
+// The fits.
+const (
+	SlowForGroups  GroupFit = iota // it sends each prompt by itself, which makes the step of every rank long
+	WrongForGroups                 // what it predicts of a rank is not so in a group
+	FitForAll                      // it does not choose between ranks
+	ForGroupsOnly                  // it lets prompts share steps, and does nothing for independent ranks
+)
 
 // policies lists every policy; there is no other registration.
 func policies() []entry {
 	return []entry{
-		{namePowerOfTwo, newPowerOfTwo},
-		{nameLeastLoaded, func(*params) Policy { return LeastLoaded{} }},
+		{namePowerOfTwo, newPowerOfTwo, SlowForGroups},
+		{nameLeastLoaded, func(*params) Policy { return LeastLoaded{} }, SlowForGroups},
 		{nameRoundRobin, func(p *params) Policy {
 			p.refuseProfile()
 			return RoundRobin{}
-		}},
-		{nameRandom, func(*params) Policy { return Random{} }},
-		{nameDirect, func(*params) Policy { return Direct{} }},
-		{nameScoring, newScoring},
-		{nameCacheAware, newCacheAware},
-		{namePrefixAware, newPrefixAware},
-		{nameKV, newKV},
-		{nameLeastKV, func(*params) Policy { return LeastKV{} }},
-		{nameLMetric1, func(*params) Policy { return LMetric{} }},
-		{nameLPWL, func(*params) Policy { return LPWL{} }},
-		{nameSessionAffinity, newSessionAffinity},
-		{nameMex, newMex},
-		{nameCohorts, newCohorts},
+		}, SlowForGroups},
+		{nameRandom, func(*params) Policy { return Random{} }, SlowForGroups},
+		{nameDirect, func(*params) Policy { return Direct{} }, FitForAll},
+		{nameScoring, newScoring, SlowForGroups},
+		{nameCacheAware, newCacheAware, SlowForGroups},
+		{namePrefixAware, newPrefixAware, SlowForGroups},
+		{nameKV, newKV, SlowForGroups},
+		{nameLeastKV, func(*params) Policy { return LeastKV{} }, SlowForGroups},
+		{nameLMetric1, func(*params) Policy { return LMetric{} }, SlowForGroups},
+		{nameLPWL, func(*params) Policy { return LPWL{} }, SlowForGroups},
+		{nameSessionAffinity, newSessionAffinity, SlowForGroups},
+		{nameMex, newMex, WrongForGroups},
+		{nameCohorts, newCohorts, ForGroupsOnly},
 	}
 }
 
@@ -76,6 +89,25 @@ func Names() []string {
 		names[i] = rows[i].name
 	}
 	return names
+}
+
+// DefaultName is the policy of an application whose file names none. Independent ranks get mex, which charges
+// a request for the delay that it causes to all requests on its rank. Lockstep ranks get cohorts: each of
+// their steps lasts as long as that of the slowest rank, so prompts are released together.
+func DefaultName(isLockstep bool) string {
+	if isLockstep {
+		return nameCohorts
+	}
+	return nameMex
+}
+
+// GroupFitOf is how the policy called name suits lockstep groups; one that does not exist is slow for them.
+func GroupFitOf(name string) GroupFit {
+	row, err := find(name)
+	if err != nil {
+		return SlowForGroups
+	}
+	return row.fit
 }
 
 // New makes the policy called name with the parameters of app.yaml; an empty preset is documented. Errors are

@@ -357,7 +357,8 @@ func (req *request) returnTicket(cmd *dispatch.Command) {
 // judge writes into the message about the attempt's ticket what the plan says of its end.
 func (a *attempt) judge(d *msg.Done, cmd *dispatch.Command) {
 	what := cmd.Cause.Row()
-	d.Outcome, d.Cause, d.Charge, d.CheckHealth = msg.Outcome(what.Done), what.Name, cmd.Charge, what.CheckHealth
+	d.Outcome, d.Cause = msg.Outcome(what.Done), what.Name
+	d.Charge, d.CheckHealth = cmd.Charge, what.CheckHealth
 	if what.Busy {
 		d.BusyFor = a.busyFor
 	}

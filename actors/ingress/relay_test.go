@@ -345,7 +345,8 @@ func TestTheEnginesOwnWordsPass(t *testing.T) {
 			for _, r := range g.replicas {
 				if r.admits > 0 {
 					d := r.lastDone(t)
-					assert.Equal(t, []any{c.outcome, false, c.checkHealth}, []any{d.Outcome, d.Charge, d.CheckHealth})
+					assert.Equal(t, []any{c.outcome, false, c.checkHealth},
+						[]any{d.Outcome, d.Charge, d.CheckHealth})
 				}
 			}
 		})

@@ -400,17 +400,8 @@ const (
 	StrategyStrictSpread = "STRICT_SPREAD"
 )
 
-const cohorts = "cohorts"
-
-// DefaultPolicy returns the routing policy of an application whose file names none. Independent ranks get
-// mex, which charges a request for the delay that it causes to all requests on its rank. Lockstep ranks get
-// cohorts: each of their steps lasts as long as that of the slowest rank, so prompts are released together.
-func DefaultPolicy(c Coupling) string {
-	if c == Lockstep {
-		return cohorts
-	}
-	return "mex"
-}
+// DefaultPolicy returns the routing policy of an application whose file names none.
+func DefaultPolicy(c Coupling) string { return routing.DefaultName(c == Lockstep) }
 
 // DefaultStrategy returns the placement strategy of an application whose file names none. Independent ranks
 // are spread, so that the death of one node takes few of them. The ranks of a lockstep group end together

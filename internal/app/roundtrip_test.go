@@ -180,7 +180,7 @@ func drawTuning(t *rapid.T, a *Application) {
 	a.MaxRanksPerNode = rapid.IntRange(0, 4).Draw(t, "per node")
 	a.Routing.Policy = rapid.SampledFrom(policies()).Draw(t, "policy")
 	if a.Routing.Policy == "mex" && a.DataParallel.Coupling == Lockstep { // it is refused
-		a.Routing.Policy = cohorts
+		a.Routing.Policy = DefaultPolicy(Lockstep)
 	}
 	presets := []string{routing.PresetDocumented, routing.PresetTuned}
 	a.Routing.Preset = rapid.SampledFrom(presets).Draw(t, "preset")

@@ -276,22 +276,28 @@ func (a *draft) settleCoupling() {
 
 // settlePolicy fills in the policy, and says where it does not fit the coupling.
 func (a *draft) settlePolicy() {
-	const key, hint = "routing.policy", "leave policy out for cohorts, the default of lockstep groups"
+	const key = "routing.policy"
 	policy, isLockstep := a.Routing.Policy, a.DataParallel.Coupling == Lockstep
-	switch {
-	case policy == "":
+	forGroups := DefaultPolicy(Lockstep)
+	if policy == "" {
 		a.Routing.Policy = DefaultPolicy(a.DataParallel.Coupling)
-	case !a.isGood(key, "data_parallel.coupling"):
-	case policy == cohorts && !isLockstep:
-		a.d.warn(a.at(key), "cohorts holds requests of lockstep groups only: independent ranks get lmetric-1",
-			"leave policy out for mex, the default of independent ranks")
-	case !isLockstep || policy == cohorts || policy == "direct":
-	case policy == "mex":
-		a.wrong(key, "mex takes the cost of a prompt for that of one rank. The ranks of a lockstep group "+
-			"step together, and mex costs such a group a quarter of its tokens", hint)
-	default:
+		return
+	}
+	if !a.isGood(key, "data_parallel.coupling") {
+		return
+	}
+	hint := "leave policy out for " + forGroups + ", the default of lockstep groups"
+	switch fit := routing.GroupFitOf(policy); {
+	case !isLockstep && fit == routing.ForGroupsOnly:
+		a.d.warn(a.at(key), policy+" holds requests of lockstep groups only: independent ranks get "+
+			"lmetric-1",
+			"leave policy out for "+DefaultPolicy(Independent)+", the default of independent ranks")
+	case isLockstep && fit == routing.WrongForGroups:
+		a.wrong(key, policy+" takes the cost of a prompt for that of one rank. The ranks of a lockstep "+
+			"group step together, and "+policy+" costs such a group a quarter of its tokens", hint)
+	case isLockstep && fit == routing.SlowForGroups:
 		a.d.warn(a.at(key), policy+" sends each prompt by itself, so that one rank's prompt makes the step "+
-			"of every rank of the lockstep group long; cohorts lets prompts share steps", hint)
+			"of every rank of the lockstep group long; "+forGroups+" lets prompts share steps", hint)
 	}
 }
 

@@ -168,7 +168,8 @@ var Causes = [numCauses]Row{
 	},
 	NotResent: {Name: "not_resent", Again: Any, Own: noReadyRank, Done: DoneCancelled},
 	Reset: {
-		Name: "reset", Again: Other, Cost: Run, Death: true, CheckHealth: true, Unit: true, Own: upstreamFailed,
+		Name: "reset", Again: Other, Cost: Run, Death: true, CheckHealth: true, Unit: true,
+		Own:  upstreamFailed,
 		Done: DoneFailed,
 	},
 	UnitLost: {

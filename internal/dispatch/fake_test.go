@@ -498,7 +498,8 @@ func (f *flight) do(cmd *Command) {
 			w.badRelease++
 		}
 		row := cmd.Cause.Row()
-		if (cmd.Charge || row.CheckHealth || row.Done == DoneFailed && !row.Busy) && !f.isAtFault(cmd.Number) {
+		isBlamed := cmd.Charge || row.CheckHealth || row.Done == DoneFailed && !row.Busy
+		if isBlamed && !f.isAtFault(cmd.Number) {
 			w.unfair++
 		}
 	case CmdAlarm:
