@@ -270,11 +270,8 @@ func (ar *appRouter) appendExcluded(dst []routing.RankID, excluded []dispatch.Ex
 	return dst
 }
 
-// hasDoubtfulUnit reports whether a rank of an excluded lockstep unit is ready, as far as its stream says.
+// hasDoubtfulUnit reports whether a rank of an excluded unit is ready, as far as its stream says.
 func (ar *appRouter) hasDoubtfulUnit(excluded []dispatch.Excluded) bool {
-	if len(excluded) == 0 || !ar.isLockstep() {
-		return false
-	}
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	for _, r := range ar.ranks {
@@ -557,14 +554,15 @@ func (ar *appRouter) inputs() *policyInputs {
 	return noPolicyInputs
 }
 
-// anyReadyRank returns a ready rank but one, of this node if there is one; nil if there is none.
-func (ar *appRouter) anyReadyRank(except *rank) *rank {
+// anyReadyRank returns a ready rank that is not excluded, of this node if there is one; nil if there is none.
+func (ar *appRouter) anyReadyRank(but []dispatch.Excluded) *rank {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	var far *rank
 	for _, r := range ar.ranks { // map order is random, so the requests are spread
 		switch {
-		case !r.publishedReady, r == except:
+		case !r.publishedReady,
+			slices.ContainsFunc(but, func(x dispatch.Excluded) bool { return x.Rank == r.ref() }):
 		case r.local:
 			return r
 		default:

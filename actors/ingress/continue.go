@@ -144,7 +144,7 @@ func (req *request) noteBreak(ctx context.Context, res *result) (canContinue boo
 
 // resume makes the request one for the rest of its answer, if that broke. It returns false if the answer
 // cannot go on.
-func (req *request) resume() bool {
+func (req *request) resume(ctx context.Context) bool {
 	k := &req.kept
 	if !k.isBroken {
 		return true
@@ -155,29 +155,31 @@ func (req *request) resume() bool {
 	if s := req.split; s.isUnderWay() {
 		s.flight.AwaitLegs() // a prefill leg beside the decode leg may still read the body
 	}
-	if err := req.makeRest(); err != nil {
+	req.queueDeadline, req.unitDue, req.unitLives = time.Time{}, time.Time{}, false
+	if err := req.makeRest(ctx); err != nil {
 		k.drop(err.Error())
+		//nolint:contextcheck // the line is the request's
 		req.logLine(slog.LevelInfo, "a stream broke and does not go on", &broken, slog.Any("err", err))
 		return false
 	}
 	k.isResumed = true
-	req.queueDeadline, req.unitDue, req.unitLives = time.Time{}, time.Time{}, false
+	//nolint:contextcheck // the line is the request's
 	req.logLine(slog.LevelInfo, "a stream broke and goes on from another rank", &broken,
 		slog.Int("tokens", k.answer.Tokens))
 	return true
 }
 
 // makeRest makes the body for the rest of the answer, and the input of the Router.
-func (req *request) makeRest() error {
+func (req *request) makeRest(ctx context.Context) error {
 	k := &req.kept
 	if err := req.scan.Scan(req.route, k.body); err != nil { // what it found was given back
 		return err
 	}
 	var engines goesOnAnswer
 	if req.route == openai.Chat {
-		engines = req.app.goesOn.find(req.r.Context(), req.askGoesOn)
-		if engines.state != goesOnYes {
-			return errors.New("the engine does not go on with a message of the assistant")
+		var err error
+		if engines, err = (search{req}).findGoesOn(ctx); err != nil {
+			return err
 		}
 	}
 	text, tokens := k.answer.Continue(continuation.Stops(k.body), engines.trims)
@@ -195,7 +197,7 @@ func (req *request) makeRest() error {
 	if err := req.scan.Scan(req.route, body); err != nil {
 		return err
 	}
-	if f := req.prepare(); f != nil {
+	if f := req.prepare(); f != nil { //nolint:contextcheck // its headers and prompt are the request's
 		return fmt.Errorf("%s", f.message)
 	}
 	return nil
@@ -250,8 +252,18 @@ const (
 	goesOnNo  = "no"
 )
 
-// goesOnTime bounds the question.
-const goesOnTime = 5 * time.Second
+// Bounds of the question.
+const (
+	goesOnTime = 5 * time.Second
+	goesOnAsks = 3 // by one request: the rank may die, or the client that asks for several may leave
+)
+
+// get returns what is known.
+func (g *goesOn) get() goesOnAnswer {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.known
+}
 
 // find returns what is known, or asks. The requests that need it at the same time ask once.
 func (g *goesOn) find(ctx context.Context, ask func(context.Context) goesOnAnswer) goesOnAnswer {
@@ -270,9 +282,7 @@ func (g *goesOn) find(ctx context.Context, ask func(context.Context) goesOnAnswe
 		case <-ctx.Done():
 			return goesOnAnswer{}
 		}
-		g.mu.Lock()
-		defer g.mu.Unlock()
-		return g.known
+		return g.get()
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, goesOnTime, errFirstToken)
 	defer cancel()
@@ -285,15 +295,52 @@ func (g *goesOn) find(ctx context.Context, ask func(context.Context) goesOnAnswe
 	return known
 }
 
+// findGoesOn returns what is known of the engines, or asks one. While no rank is ready the request waits for
+// one, as for a rank that serves it.
+func (req search) findGoesOn(ctx context.Context) (found goesOnAnswer, err error) {
+	found = req.app.goesOn.get()
+	for range goesOnAsks {
+		if found.state != "" {
+			break
+		}
+		rk, f, wait := req.decideReady()
+		if req.failure = f; wait {
+			req.hadTurn = true // its first rank has begun the answer
+			rk, _ = req.waitForRank(ctx, req.decideReady)
+		}
+		if rk == nil {
+			return found, errors.New(req.failure.message)
+		}
+		found = req.app.goesOn.find(ctx, func(ctx context.Context) goesOnAnswer {
+			return req.askGoesOn(ctx, rk)
+		})
+	}
+	switch found.state {
+	case goesOnYes:
+		return found, nil
+	case goesOnNo:
+		return found, errors.New("the engine does not go on with a message of the assistant")
+	}
+	return found, errors.New("no engine said whether it goes on with a message of the assistant")
+}
+
+// decideReady chooses any ready rank that has not failed the request, full or not.
+func (req search) decideReady() (rk *rank, f *failure, wait bool) {
+	ar := req.app.router
+	if rk = ar.anyReadyRank(req.excluded(dispatch.Decode)); rk != nil {
+		return rk, nil, false
+	}
+	if isDoubtful, _ := req.doubtsUnit(); ar.canServe() && !isDoubtful {
+		return nil, req.noReadyRank(0), false
+	}
+	return nil, nil, true
+}
+
 // askGoesOn asks an engine for one token behind a message of the assistant, with the two fields and without
 // them. With them the prompt is shorter, because the message has no end and no other one begins. The third
 // question is whether white space at the end of the message counts.
-func (req *request) askGoesOn(ctx context.Context) (found goesOnAnswer) {
+func (req *request) askGoesOn(ctx context.Context, rk *rank) (found goesOnAnswer) {
 	const fields = `,"continue_final_message":true,"add_generation_prompt":false`
-	rk := req.app.router.anyReadyRank(req.attempt.rank)
-	if rk == nil {
-		return found
-	}
 	var group sync.WaitGroup
 	var with, without, spaced int
 	group.Go(func() { without = req.promptTokens(ctx, rk, "one two", "") })
@@ -350,10 +397,8 @@ func (a *appRevision) streams() client.Streams {
 	case !a.continues:
 		return client.Streams{Why: "engines of engine.family openai would begin a new answer"}
 	}
-	a.goesOn.mu.Lock()
-	defer a.goesOn.mu.Unlock()
 	out := client.Streams{Completions: true}
-	switch a.goesOn.known.state {
+	switch a.goesOn.get().state {
 	case goesOnYes:
 		out.Chat = true
 	case goesOnNo:

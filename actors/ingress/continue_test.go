@@ -10,12 +10,14 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // prose is an engine that writes one text: from its beginning, or from where the text in a request ends.
@@ -28,6 +30,17 @@ type prose struct {
 }
 
 const proseText = "It was a bright cold day in April, and all the clocks \"were\" striking\n\nthirteen. "
+
+// then is an engine that has died after its first stream, and is next from then on.
+func (p *prose) then(next *prose) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		if p.calls.Load() == 0 {
+			p.ServeHTTP(w, r)
+			return
+		}
+		next.ServeHTTP(w, r)
+	}
+}
 
 func (p *prose) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	raw, _ := io.ReadAll(r.Body)
@@ -235,6 +248,66 @@ func TestStreamsThatEnd(t *testing.T) {
 			assert.Empty(t, got.finish)
 			assert.True(t, strings.HasPrefix(proseText, got.text), got.text)
 		})
+	}
+}
+
+// FS5: a stream that breaks while no other rank is ready waits for one, as long as a request may, and goes
+// on: a chat, too, whose engines were not asked before whether they go on. The client hears that it waits.
+func TestStreamsWaitForARank(t *testing.T) {
+	lost := func(g *rig) {
+		g.replicas[0].say(false, true, "process_exit")
+		g.phase("demo/0/0", state.Starting, 2)
+	}
+	for name, c := range map[string]struct {
+		happens  func(g *rig) // after the break
+		headers  []string
+		after    time.Duration
+		comments int
+		fails    string // "": the stream goes on
+	}{
+		"it comes back": {happens: func(g *rig) {
+			time.Sleep(time.Second)
+			lost(g)
+			time.Sleep(39 * time.Second)
+			g.replicas[0].reborn()
+			g.phase("demo/0/0", state.Ready, 2)
+		}, after: 40 * time.Second, comments: 2},
+		"it lives":     {after: deadEngineWait, fails: "upstream_lost"},
+		"none in time": {happens: lost, after: 100 * time.Second, comments: 6, fails: "upstream_lost"},
+		"deadline": {
+			happens: lost, headers: []string{"x-dpserve-timeout-ms", "5000"}, after: 5 * time.Second,
+			fails: "deadline_exceeded",
+		},
+	} {
+		for _, body := range []string{streamBody, completionBody} {
+			t.Run(name+pathOf(body), func(t *testing.T) {
+				t.Parallel()
+				synctest.Test(t, func(t *testing.T) {
+					dies, next := &prose{stops: 40}, &prose{}
+					g := keepaliveRig(t, options{
+						engines: []http.HandlerFunc{dies.then(next)},
+						app:     func(a *app.Application) { a.Retries.ContinueStreams = true },
+					})
+					began := time.Now()
+					answers := make(chan answer)
+					go func() { answers <- g.post(pathOf(body), body, c.headers...) }()
+					synctest.Wait()
+					if c.happens != nil {
+						c.happens(g)
+					}
+					a := <-answers
+					late := time.Since(began) - c.after // a phase takes a little
+					assert.LessOrEqual(t, late.Abs(), 5*time.Millisecond)
+					assert.Equal(t, c.comments, strings.Count(a.body, sign), a.body)
+					got := readStream(t, a.body)
+					assert.Equal(t, c.fails, got.failed)
+					if c.fails == "" {
+						assert.Equal(t, proseText, got.text)
+						assert.True(t, got.done)
+					}
+				})
+			})
+		}
 	}
 }
 

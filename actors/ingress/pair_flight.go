@@ -190,7 +190,7 @@ func (s *split) choose(cmd *dispatch.Command) dispatch.Event {
 			Decode: s.req.attempt.rank.ref(),
 		}
 	}
-	if !s.req.resume() {
+	if !s.req.resume(s.ctx) {
 		return dispatch.Event{Kind: dispatch.EvNoRank, Number: cmd.Number}
 	}
 	ctx, cancel := context.WithCancelCause(s.ctx)

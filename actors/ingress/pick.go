@@ -181,24 +181,27 @@ func (req search) excludeTried() {
 	req.query.Tried = req.split.appendPaired(req.query.Tried)
 }
 
-// How long the ranks of a lockstep unit count as lost after one of them died or refused, though the unit's
-// stream does not say so yet: its ranks fail one by one before.
+// How long the ranks of a unit count as lost after one of them died or refused, though the unit's stream does
+// not say so yet: the ranks of a lockstep unit fail one by one before.
 const (
 	lossWait       = 250 * time.Millisecond
-	deadEngineWait = 2 * time.Second // the engine reported its dead core: it exits within a second
+	deadEngineWait = 2 * time.Second // it reported its dead core and exits within a second, or a stream broke
 )
 
-// doubtsUnit reports whether the request is kept from ready ranks only because another rank of their lockstep
-// unit died under it or refused it: then it waits until the stream says that the unit is lost, and goes on
-// waiting for its return. isOver: the wait has just ended, and the unit lives.
+// doubtsUnit reports whether the request is kept from ready ranks only because a rank of their unit died
+// under it or refused it: then it waits until the stream says that the unit is lost, and goes on waiting for
+// its return. isOver: the wait has just ended, and the unit lives. A request for a rank that stands alone
+// waits so only for the rest of its answer; without an answer it ends at once.
 func (req search) doubtsUnit() (isDoubtful, isOver bool) {
-	if req.unitLives || !req.app.router.hasDoubtfulUnit(req.excluded(dispatch.Decode)) {
+	ar, excluded := req.app.router, req.excluded(dispatch.Decode)
+	if req.unitLives || len(excluded) == 0 || req.status == 0 && !ar.isLockstep() ||
+		!ar.hasDoubtfulUnit(excluded) {
 		return false, false
 	}
 	now := time.Now()
 	if req.unitDue.IsZero() {
 		wait := lossWait
-		if last, _ := req.ends.get(); last != nil && last.cause == dispatch.EngineDead {
+		if last, _ := req.ends.get(); last != nil && last.cause == dispatch.EngineDead || req.status != 0 {
 			wait = deadEngineWait
 		}
 		req.unitDue = now.Add(wait)

@@ -291,7 +291,7 @@ func (req *request) dispatch() *failure {
 		case next == nil:
 			return req.finish(ctx, dispatch.AnswerNone, dispatch.OK)
 		case next.Kind == dispatch.CmdPick:
-			if !req.resume() {
+			if !req.resume(ctx) {
 				ev, cmds = dispatch.Event{Kind: dispatch.EvNoRank, Number: next.Number}, nil
 				break
 			}

@@ -48,10 +48,11 @@ func greedy(t *testing.T, p *harness.Peer, app string, n, tokens int, meanwhile 
 }
 
 // sameStreams asserts that streams are those of an unbroken run, that they went on from another rank n times,
-// and that none waited for longer than seamLimit. It returns the longest gap of each, in ascending order.
-func sameStreams(t *testing.T, c *harness.Cluster, unbroken, got []*harness.Stream, n int) []time.Duration {
+// and that none waited for longer than limit. It returns the longest gap of each, in ascending order.
+func sameStreams(
+	t *testing.T, c *harness.Cluster, unbroken, got []*harness.Stream, n int, limit time.Duration,
+) (gaps []time.Duration) {
 	t.Helper()
-	var gaps []time.Duration
 	for i, s := range got {
 		require.True(t, s.OK(), "client %d: %s", i, s)
 		assert.Equal(t, unbroken[i].Text, s.Text, "client %d", i)
@@ -60,7 +61,7 @@ func sameStreams(t *testing.T, c *harness.Cluster, unbroken, got []*harness.Stre
 		gaps = append(gaps, s.Gap)
 	}
 	slices.Sort(gaps)
-	assert.LessOrEqual(t, gaps[len(gaps)-1], seamLimit)
+	assert.LessOrEqual(t, gaps[len(gaps)-1], limit)
 	assert.Len(t, c.Journal.Find("a stream broke and goes on from another rank"), n)
 	return gaps
 }
@@ -83,9 +84,27 @@ func TestFS5StreamsOutliveTheirRank(t *testing.T) {
 			require.True(t, c.Kill("a", 0, victim))
 		})
 		require.GreaterOrEqual(t, broken, clients/8)
-		gaps := sameStreams(t, c, unbroken, got, broken)
+		gaps := sameStreams(t, c, unbroken, got, broken, seamLimit)
 		t.Logf("%d streams broke; the longest gaps are p50 %s, most %s", broken, gaps[clients-broken/2-1],
 			gaps[clients-1])
+	})
+}
+
+// FS5: the only rank is killed under its streams: they wait for its next start, and go on.
+func TestStreamsOutliveTheOnlyRank(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		const clients, tokens = 8, 120
+		c := harness.New(t)
+		c.Expect(harness.EngineFails)
+		c.Deploy(simApp("a", 1, "independent", "sim_step_ms: 10, sim_startup_s: 5"))
+		c.WaitStatus("a", "RUNNING")
+		unbroken := greedy(t, c.Peer(0), "a", clients, tokens, nil)
+		got := greedy(t, c.Peer(0), "a", clients, tokens, func() {
+			time.Sleep(500 * time.Millisecond)
+			require.True(t, c.Kill("a", 0, 0))
+		})
+		sameStreams(t, c, unbroken, got, clients, 8*time.Second)
 	})
 }
 
@@ -116,7 +135,7 @@ func TestStreamsMoveWhenTheirRankIsTaken(t *testing.T) {
 				})
 				moves := c.Journal.Find("a stream broke", `"cause":"drained"`)
 				assert.GreaterOrEqual(t, len(moves), clients/2)
-				sameStreams(t, c, unbroken, got, len(moves))
+				sameStreams(t, c, unbroken, got, len(moves), seamLimit)
 			})
 		})
 	}
@@ -147,7 +166,7 @@ func TestStreamsOfPairsGoOn(t *testing.T) {
 					c.Engines.At(victim.URL).Kill()
 				})
 				require.GreaterOrEqual(t, broken, clients/4)
-				sameStreams(t, c, unbroken, got, broken)
+				sameStreams(t, c, unbroken, got, broken, seamLimit)
 			})
 		})
 	}
