@@ -33,8 +33,11 @@ type rankEdit struct {
 }
 
 // Add attaches an engine, described like an item of engine.ranks, to the pool of its role. The rank gets the
-// lowest free number.
+// lowest free number. For an engine that is attached with a lease, Add renews it.
 func (r AttachedRanks) Add(ctx context.Context, name string, rank []byte) (client.RankChange, error) {
+	if reply, ok := r.renew(name, rank); ok {
+		return reply, nil
+	}
 	return r.change(ctx, name, func(st *state.State, found attachedApp) (rankEdit, error) {
 		parsed, err := app.ParseRank(rank, found.pools[0].Engine.Family, transferOf(found.pools[0]))
 		if err != nil {

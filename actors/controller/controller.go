@@ -117,6 +117,7 @@ type Controller struct {
 	core *Core
 
 	ranksLock chan struct{} // held by the change of ranks under way
+	leases    rankLeases
 	ready     chan struct{} // closed when the core has the first state
 	boot      sync.Once
 	timer     *time.Timer // used by the actor only
@@ -135,6 +136,7 @@ func New(cfg Config) *Controller {
 	core.Self = cfg.Self
 	return &Controller{
 		cfg: cfg, ring: newRing(), core: core, ranksLock: make(chan struct{}, 1), ready: make(chan struct{}),
+		leases: rankLeases{until: map[leasedRank]time.Time{}},
 	}
 }
 
@@ -149,6 +151,7 @@ func (c *Controller) Start(system *actor.ActorSystem) error {
 	}
 	c.box, c.stop = box, stop
 	c.loops.Go(func() { c.followStore(ctx) })
+	c.loops.Go(func() { c.followLeases(ctx) })
 	return nil
 }
 

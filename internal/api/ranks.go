@@ -32,7 +32,8 @@ const (
 // are fixed, NotFound for unknown ranks, InvalidArgument for a malformed rank.
 type Ranks interface {
 	// AddRank attaches an engine, described like an item of engine.ranks (YAML or JSON). It returns once that
-	// is committed, before the engine has answered, and does not touch other ranks.
+	// is committed, before the engine has answered, and does not touch other ranks. With ttl_s it renews the
+	// lease of an engine that is attached already.
 	AddRank(ctx context.Context, app string, rank []byte) (client.RankChange, error)
 	// RemoveRank drains and detaches a rank. It returns once that is committed, while the rank's streams
 	// continue.

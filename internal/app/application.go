@@ -199,6 +199,8 @@ type AttachRank struct {
 	PD *AttachPD `json:"pd,omitempty" unset:"by transfer"`
 	// id of the dpserve node that talks to it
 	Node string `json:"node,omitempty" is:"node" unset:"any"`
+	// the engine registers itself (`POST …/ranks`) again within this time, or the rank leaves
+	TTLS float64 `json:"ttl_s,omitempty" is:"seconds" unset:"it stays"`
 	// where its KV events are, for policies that read the KV index. Loopback or the host of `url` only;
 	// every rank has its own. Left out, the engine is asked (`/kv_event_sources`, vLLM from 0.32 on); one
 	// that cannot tell has none
