@@ -64,12 +64,12 @@ func TestLeasesAfterALeaderStoodStill(t *testing.T) {
 	require.NoError(t, err)
 	st := &state.State{Apps: map[string]*state.App{"ext": {Name: "ext", Spec: spec}}}
 	leases, begin := rankLeases{until: map[leasedRank]time.Time{}}, time.Unix(1000, 0)
-	for _, c := range []struct {
-		after time.Duration
-		over  int
-	}{{0, 0}, {4 * time.Second, 0}, {8 * time.Second, 0}, {70 * time.Second, 0}, {74 * time.Second, 0},
-		{78 * time.Second, 0}, {80 * time.Second, 1}} {
-		over, has := leases.look(st, begin.Add(c.after))
+	for _, c := range []struct{ after, over int }{
+		{0, 0}, {4, 0}, {8, 0}, // seconds
+		{70, 0}, {74, 0}, {78, 0}, // nobody looked for a minute
+		{80, 1},
+	} {
+		over, has := leases.look(st, begin.Add(time.Duration(c.after)*time.Second))
 		assert.Len(t, over, c.over, c.after)
 		assert.True(t, has)
 	}
