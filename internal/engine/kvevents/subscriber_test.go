@@ -6,6 +6,7 @@ import (
 	"math"
 	"net"
 	"os"
+	"os/exec"
 	"strings"
 	"sync"
 	"testing"
@@ -245,6 +246,35 @@ func TestReplaysAreBounded(t *testing.T) {
 		eventually(t, func() bool { return sub.Stats().Synced })
 	}
 	assert.LessOrEqual(t, most, 2)
+}
+
+// The program of the page about engines publishes as it says there.
+func TestTheProgramOfThePagePublishes(t *testing.T) {
+	python, err := exec.LookPath("python3")
+	if err != nil {
+		t.Skip("there is no python3")
+	}
+	page, err := os.ReadFile("../../../docs/real-engines.md")
+	require.NoError(t, err)
+	_, text, found := strings.Cut(string(page), "```python\n")
+	require.True(t, found)
+	program, _, _ := strings.Cut(text, "```")
+	sub, sink := begin(t, Config{Endpoints: Endpoints{Bind: "tcp://127.0.0.1:0"}})
+	_, port, err := net.SplitHostPort(sub.Addr().String())
+	require.NoError(t, err)
+	run := exec.CommandContext(t.Context(), python, "-c", program, port)
+	run.Stderr = os.Stderr
+	stdin, err := run.StdinPipe()
+	require.NoError(t, err)
+	require.NoError(t, run.Start())
+	eventually(t, func() bool { return sub.Stats().Batches == 2 })
+	assert.Equal(t, []string{
+		"reset partial=false",
+		"S [11 12] parent=none tokens=[1 2 3 4] bs=2 medium= lora=/-1 group=0 kind= extra=[]",
+		"R [12] medium= group=0",
+	}, sink.lines())
+	require.NoError(t, stdin.Close())
+	require.NoError(t, run.Wait())
 }
 
 // Where the engine dials, the newest connection is the one that counts.
