@@ -491,13 +491,14 @@ func (c *Core) refuseOvertaken(now time.Time, p *peer, r *msg.NodeReport) error 
 		WithHint("if two machines run copies of one data dir, stop one")
 }
 
-// applyReport applies the report's events, then its digest. A unit missing from the digest is not running on
-// that node, nor is one that the node has at a later epoch: a grant by voters that were lost (state.Recover).
+// applyReport applies the report's events, then its list of units. A unit that is not in the list is not
+// running on that node, nor is one that the node has at a later epoch: a grant by voters that were lost
+// (state.Recover).
 func (c *Core) applyReport(now time.Time, p *peer, r *msg.NodeReport) {
 	has := make(map[string]uint64, len(r.Units))
 	for _, e := range r.Events {
 		e.Node, has[e.Unit] = r.Node.ID, max(has[e.Unit], e.Epoch)
-		if e.Kind != msg.UnitPresent { // in the digest it says enough
+		if e.Kind != msg.UnitPresent { // in the list it says enough
 			c.applyEvent(now, p.process, &e)
 		}
 	}

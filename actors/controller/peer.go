@@ -86,7 +86,7 @@ func leaseRefusal(s *state.State, said, holder *state.Node) error {
 }
 
 // ackedEvent is the highest event number to acknowledge. The leader acknowledges all: an event lost later is
-// recovered from the next digest.
+// recovered from the list of units in the next report.
 func ackedEvent(r *msg.NodeReport) uint64 {
 	var n uint64
 	for i := range r.Events {

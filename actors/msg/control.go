@@ -89,9 +89,10 @@ const (
 	// a part that drains has no request left, and waits for an order to end: other nodes have parts
 	UnitIdle UnitEventKind = "idle"
 	UnitGone UnitEventKind = "gone" // processes gone, ports verified free
-	// UnitPresent is in a digest only: the node has the unit, and does not tell its phase. A process of a
-	// node sends it for a unit whose engines an earlier one has left, until it has decided about them. It
-	// also stands for a kind of a later version. A unit that is present is not gone, and not started again.
+	// UnitPresent is only in a report's list of units: the node has the unit, and does not tell its phase. A
+	// process of a node sends it for a unit whose engines an earlier one has left, until it has decided about
+	// them. It also stands for a kind of a later version. A unit that is present is not gone, and not started
+	// again.
 	UnitPresent UnitEventKind = "present"
 )
 

@@ -361,8 +361,8 @@ func (c *Core) AdmitsUntil() time.Time { return c.lease.admitsUntil() }
 // LeaseLeft is the remaining time of the lease, 0 if it is over.
 func (c *Core) LeaseLeft(now time.Time) time.Duration { return c.lease.left(now) }
 
-// addFound adds a unit whose engines an earlier process has left. The digest of the first renewal has it, so
-// that the leader does not take it for gone; its phase is not known.
+// addFound adds a unit whose engines an earlier process has left. The first renewal lists it, so that the
+// leader does not take it for gone; its phase is not known.
 func (c *Core) addFound(now time.Time, o *msg.StartRank) {
 	l := &Life{Order: o, Phase: state.Starting, found: foundOpen}
 	l.last = msg.UnitEvent{Unit: o.Unit, Epoch: o.Epoch, Kind: msg.UnitPresent, Rank: -1}

@@ -30,7 +30,7 @@ func newEventOutbox() eventOutbox { return eventOutbox{newest: map[string]msg.Un
 // add takes a numbered event.
 func (o *eventOutbox) add(e msg.UnitEvent) {
 	e.LogTail = state.Tail(e.LogTail)
-	if e.Kind == msg.UnitPresent { // of the digest only
+	if e.Kind == msg.UnitPresent { // only in the list of all units
 		o.newest[e.Unit] = e
 		return
 	}

@@ -485,10 +485,10 @@ func (a *draft) settleNumbers() {
 	if a.Engine.Kind != KindAttach || !a.isGood("engine.ranks", "data_parallel.coupling") {
 		return
 	}
-	type seat struct{ group, number int }
-	numbers, by, ok := a.Engine.numbers(), map[seat]string{}, true
+	type place struct{ group, number int }
+	numbers, by, ok := a.Engine.numbers(), map[place]string{}, true
 	for i := range a.Engine.Ranks {
-		at, is := a.rankKey(i), seat{a.Engine.Ranks[i].Group, numbers[i]}
+		at, is := a.rankKey(i), place{a.Engine.Ranks[i].Group, numbers[i]}
 		if !a.isGood(at+".rank", at+".group") {
 			ok = false
 			continue

@@ -39,7 +39,7 @@ func Reference() Coefficients {
 	}
 }
 
-// MoE is Qwen3-30B-A3B in bf16 on one H200 by the same reckoning: a step reads the weights of all 30.5e9
+// MoE is Qwen3-30B-A3B in bf16 on one H200 by the same calculation: a step reads the weights of all 30.5e9
 // parameters (61 GB at 4.8 TB/s) and computes with 3.3e9 of them (2*3.3e9 FLOP over 650 TFLOPS), 48 layers of
 // 32 heads over 4 KV heads. A batch of few tokens reads fewer experts than that; the floor is that of a busy
 // rank.

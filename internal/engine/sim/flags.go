@@ -256,7 +256,7 @@ func (p *flagParser) finish() error {
 	return c.Validate()
 }
 
-// lawExperts is the law of a mixture-of-experts model, whose ranks compute the experts together.
+// lawExperts names the cost model of a mixture-of-experts model, whose ranks compute the experts together.
 const lawExperts = "deepseek-v3"
 
 // applyLaw sets how long steps take.

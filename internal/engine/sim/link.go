@@ -419,10 +419,10 @@ func (d *groupListener) close() {
 }
 
 func (d *groupListener) accept() {
-	seats := make(chan struct{}, maxUnknownCallers)
+	slots := make(chan struct{}, maxUnknownCallers)
 	for {
 		select {
-		case seats <- struct{}{}:
+		case slots <- struct{}{}:
 		case <-d.ctx.Done():
 			return
 		}
@@ -433,7 +433,7 @@ func (d *groupListener) accept() {
 		}
 		d.work.Go(func() {
 			d.receive(conn)
-			<-seats
+			<-slots
 		})
 	}
 }
