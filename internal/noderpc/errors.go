@@ -47,6 +47,7 @@ func sentinels() []sentinel {
 		{"bad_command", state.ErrBadCommand},
 		{"unknown_app", state.ErrUnknownApp},
 		{"unknown_unit", state.ErrUnknownUnit},
+		{"no_revision", state.ErrNoRevision},
 		{"stale_revision", state.ErrStaleRevision},
 		{"stale_epoch", state.ErrStaleEpoch},
 		{"wrong_phase", state.ErrWrongPhase},
