@@ -235,6 +235,25 @@ func TestRayDeploysAndShows(t *testing.T) {
 	}
 }
 
+// A document for Ray Serve LLM is deployed, and its keys without effect are those of its application.
+func TestRayDeploysAnApplicationOfRay(t *testing.T) {
+	b := newBackend()
+	s := serveRay(t, b)
+	status, text := askRay(t, s, http.MethodPut, "/api/serve/applications/", `{"proxy_location":"HeadOnly",
+		"applications":[`+ownApplication+`,{"name":"chat","route_prefix":"/chat","rout_prefix":"/x",
+		"import_path":"ray.serve.llm:build_openai_app","args":{"llm_configs":[
+			{"model_loading_config":{"model_id":"q","model_source":"org/q"}}]}}]}`)
+	require.Equal(t, http.StatusOK, status, text)
+	require.Len(t, b.deployed, 1)
+	f, _, err := app.Parse(app.Default(), "app.yaml", b.deployed[0].Text)
+	require.NoError(t, err)
+	require.Len(t, f.Applications, 2)
+	assert.Equal(t, []string{"demo", "chat", "/chat", "org/q"}, []string{
+		f.Applications[0].Name, f.Applications[1].Name, f.Applications[1].RoutePrefix,
+		f.Applications[1].Model.Source,
+	})
+}
+
 // Keys without effect stand in the message of their application until it has another revision; an empty list
 // deletes all applications.
 func TestRayShowsKeysWithoutEffect(t *testing.T) {
