@@ -148,6 +148,17 @@ func (c *Client) Logs(ctx context.Context, q LogQuery) (io.ReadCloser, error) {
 	return res.Body, nil
 }
 
+// PastEvents returns the state changes that the leader keeps, of app ("" = any): at most the last 1000 of the
+// cluster.
+func (c *Client) PastEvents(ctx context.Context, app string) ([]Event, error) {
+	q := url.Values{"past": {"true"}}
+	if app != "" {
+		q.Set("app", app)
+	}
+	r, err := ask[struct{ Events []Event }](ctx, c, request{path: "/api/v1/events", query: q})
+	return r.Events, err
+}
+
 // Events yields state changes with a number above since, of app ("" = any), until ctx ends or the caller
 // stops. An error is the last pair. A node that stops ends the stream with code unavailable; continue from
 // the last number.

@@ -3,6 +3,7 @@ package client
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -88,14 +89,22 @@ func ParseLogLine(s string) (LogLine, error) {
 type Event struct {
 	Number uint64    `json:"number"` // from 1 per process of the node; a jump means that events were dropped
 	Time   time.Time `json:"time"`
-	Kind   string    `json:"kind"` // deployed, deleted, gone, unit, router-reset
+	Kind   string    `json:"kind"` // unit, node, a status of an application, router-reset
 	App    string    `json:"app,omitempty"`
 	Unit   string    `json:"unit,omitempty"`
+	Node   string    `json:"node,omitempty"` // of kind node
 	Rank   *int      `json:"rank,omitempty"` // the rank that caused it, if one did
 	Epoch  uint64    `json:"epoch,omitempty"`
-	Phase  string    `json:"phase,omitempty"` // unit: the phase it is in now
+	From   string    `json:"from,omitempty"`  // what it was before; empty: nothing, or an earlier leader knew
+	Phase  string    `json:"phase,omitempty"` // what it is now
 	Reason string    `json:"reason,omitempty"`
+	Action string    `json:"action,omitempty"` // what dpserve does because of it
+	// Former: an earlier leader saw it. A new leader knows of each unit the last change alone.
+	Former bool `json:"former,omitempty"`
 }
+
+// Subject names what the event is about: a node, a unit or an application.
+func (e *Event) Subject() string { return cmp.Or(e.Node, e.Unit, e.App) }
 
 // readEvent reads the next server-sent event, whose data is one line of JSON. The stream has no regular end.
 func readEvent(lines *bufio.Reader) (Event, error) {

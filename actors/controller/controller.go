@@ -285,6 +285,9 @@ func (c *Controller) step(m any) ([]Effect, time.Time) {
 
 func (c *Controller) publishEvent(e Event) {
 	c.ring.add(e)
+	if e.Node != "" { // the log has it from elsewhere
+		return
+	}
 	attrs := []any{
 		slog.String("component", actorName), slog.String("app", e.App), slog.String("from", e.From),
 		slog.String("to", e.To),

@@ -137,6 +137,7 @@ func (c *Core) applyState(now time.Time, s *state.State) {
 	c.state = s
 	c.updateApps(now)
 	c.updatePeers(now)
+	c.noteNodes(now, old, s)
 	if old == nil {
 		c.resumeAll(now)
 		return
@@ -168,7 +169,7 @@ func (c *Core) stepUnit(now time.Time, u *unit, e state.Event) {
 	m, effects := state.Next(u.m, e, now, c.timers.Unit)
 	u.m = m
 	if m.Phase != before {
-		c.changed(now, u, before, m.Phase)
+		c.emit(ChangeEffect{u.change(now, before)})
 		switch m.Phase {
 		case state.Gone:
 			// a grant that was not begun is not wanted any more
@@ -185,11 +186,12 @@ func (c *Core) stepUnit(now time.Time, u *unit, e state.Event) {
 	}
 }
 
-func (c *Core) changed(now time.Time, u *unit, from, to state.Phase) {
-	c.emit(ChangeEffect{Event{
-		At: now, App: u.app, Pool: u.poolName(), Unit: u.id, Epoch: u.m.Epoch, From: string(from),
-		To: string(to), Reason: u.m.Reason,
-	}})
+// change describes the change of a unit to its present phase.
+func (u *unit) change(at time.Time, from state.Phase) Event {
+	return Event{
+		At: at, App: u.app, Pool: u.poolName(), Unit: u.id, Epoch: u.m.Epoch, From: string(from),
+		To: string(u.m.Phase), Reason: u.m.Reason,
+	}
 }
 
 func (c *Core) applyEffect(u *unit, f state.Effect) {
@@ -351,7 +353,9 @@ func (c *Core) resumeUnit(now time.Time, rec *state.Unit) {
 			p.markGone()
 		}
 	}
-	c.changed(now, u, "", u.m.Phase)
+	e := u.change(u.m.Since, "")
+	e.Former = true
+	c.emit(ChangeEffect{e})
 }
 
 func (c *Core) addFromRecord(rec *state.Unit) *unit {

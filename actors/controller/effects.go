@@ -102,11 +102,13 @@ type (
 	ForgetEffect struct{ Pool, Unit string }
 )
 
-// Event is one change of a unit or, with Unit empty, of an application.
+// Event is one change of a unit or of a node or, without both, of an application.
 type Event struct {
 	Seq    uint64    `json:"seq"` // from 1, without gaps
 	At     time.Time `json:"at"`
+	Former bool      `json:"former,omitempty"` // under an earlier leader: all that the state says of it
 	App    string    `json:"app"`
+	Node   string    `json:"node,omitempty"`
 	Pool   string    `json:"pool,omitempty"` // the name of the unit's pool
 	Unit   string    `json:"unit,omitempty"`
 	Epoch  uint64    `json:"epoch,omitempty"`

@@ -130,6 +130,9 @@ func (w *world) do(e Effect) {
 	}
 	switch e := e.(type) {
 	case ChangeEffect:
+		if e.Node != "" {
+			return
+		}
 		w.log("%s%s: %s → %s", e.App, strings.TrimPrefix(e.Unit, e.App), e.From, e.To)
 	case AssignEffect:
 		w.inbox = append(w.inbox, GroupAssigned{w.assign(e.Request)})

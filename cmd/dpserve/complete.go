@@ -31,6 +31,7 @@ func addCompletions(e *env, root *cobra.Command) {
 		"plan": completeFiles, "deploy": completeFiles,
 		"doctor": completeFiles,
 		"status": complete(e, appNames), "delete": complete(e, appNames), "logs": complete(e, logTargets),
+		"events":        complete(e, appNames),
 		"route explain": complete(e, appNames), "router show": complete(e, appNames),
 		"router reset": complete(e, appNames), "ranks add": complete(e, attachedApps),
 		"ranks remove": complete(e, attachedApps, attachedRanks), "drain": complete(e, nodeNames),

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"iter"
 	"os"
 	"time"
 
@@ -126,6 +127,8 @@ type admin interface {
 	CallEngines(ctx context.Context, app, method, path string, ranks []string, body []byte,
 	) (client.RankAnswers, error)
 	RemoveRank(ctx context.Context, app string, r client.RankRemoval) (client.RankChange, error)
+	Events(ctx context.Context, app string, since uint64) iter.Seq2[client.Event, error]
+	PastEvents(ctx context.Context, app string) ([]client.Event, error)
 	Logs(ctx context.Context, q client.LogQuery) (io.ReadCloser, error)
 	Explain(ctx context.Context, app string, q *client.Query) (*client.Explanation, error)
 	Router(ctx context.Context, app string) (client.Info, error)

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"iter"
 	"os"
 	"path/filepath"
 	"strings"
@@ -97,7 +98,8 @@ type fakeCluster struct {
 	planned  []client.DeployRequest
 	nodes    fakeNodes
 	asked    []client.LogQuery
-	logs     []io.Reader // the next streams of log lines
+	logs     []io.Reader      // the next streams of log lines
+	events   [][]client.Event // the next streams of events, or lists
 	router   fakeRouter
 	history  []client.Revision
 	// APP REVISION
@@ -203,6 +205,30 @@ func (f *fakeCluster) Logs(_ context.Context, q client.LogQuery) (io.ReadCloser,
 	stream := f.logs[0]
 	f.logs = f.logs[1:]
 	return io.NopCloser(stream), nil
+}
+
+func (f *fakeCluster) PastEvents(context.Context, string) ([]client.Event, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.events[0], f.fail()
+}
+
+func (f *fakeCluster) Events(context.Context, string, uint64) iter.Seq2[client.Event, error] {
+	return func(yield func(client.Event, error) bool) {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		if err := f.fail(); err != nil {
+			yield(client.Event{}, err)
+			return
+		}
+		for _, e := range f.events[0] {
+			if !yield(e, nil) {
+				return
+			}
+		}
+		f.events = f.events[1:]
+		yield(client.Event{}, &client.Error{Code: client.CodeUnavailable, Message: "the event stream ended"})
+	}
 }
 
 // demo returns an application with one rank per phase.

@@ -34,7 +34,7 @@ func newPatience(e *env, most time.Duration) *patience {
 func (p *patience) ask(ctx context.Context, f func(ctx context.Context) error) (ok bool, err error) {
 	err = f(ctx)
 	if err == nil {
-		p.answered, p.silentSince = true, time.Time{}
+		p.hear()
 		return true, nil
 	}
 	if ctx.Err() != nil {
@@ -49,6 +49,9 @@ func (p *patience) ask(ctx context.Context, f func(ctx context.Context) error) (
 	}
 	return false, nil
 }
+
+// hear notes that the cluster answers.
+func (p *patience) hear() { p.answered, p.silentSince = true, time.Time{} }
 
 // isOver reports whether it is in vain to ask again after err, or has been tried for long enough.
 func (p *patience) isOver(err error) bool {

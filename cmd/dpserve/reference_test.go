@@ -63,7 +63,8 @@ func reference(t *testing.T) string {
 	for _, name := range []string{
 		"up", "serve", "start", "join", "validate", "convert", "plan", "deploy", "history", "get",
 		"rollback", "status", "route", "route explain",
-		"router", "router show", "router reset", "logs", "delete", "ranks", "ranks add", "ranks call",
+		"router", "router show", "router reset", "logs", "events", "delete", "ranks", "ranks add",
+		"ranks call",
 		"ranks remove", "nodes", "nodes remove", "nodes rotate-key",
 		"drain", "undrain", "restart", "leave", "recover",
 		"token", "token list", "token revoke",

@@ -80,8 +80,9 @@ func newRoot(e *env) *cobra.Command {
 	root.SetHelpCommand(newHelp(root))
 	root.AddCommand(newUp(e), newServe(e), newStart(e), newJoin(e), newValidate(e), newConvert(e), newPlan(e),
 		newDeploy(e), newHistory(e), newGet(e), newRollback(e), newStatus(e), newRoute(e), newRouter(e),
-		newLogs(e), newDelete(e), newRanks(e), newNodes(e), newDrain(e), newRestart(e), newUndrain(e),
-		newLeave(e), newRecover(e), newToken(e), newDoctor(e), newBench(e), newVersion(e), newCompletion(e))
+		newLogs(e), newEvents(e), newDelete(e), newRanks(e), newNodes(e), newDrain(e), newRestart(e),
+		newUndrain(e), newLeave(e), newRecover(e), newToken(e), newDoctor(e), newBench(e), newVersion(e),
+		newCompletion(e))
 	root.DisableFlagsInUseLine = true
 	for cmd := range allCommands(root) {
 		cmd.DisableFlagsInUseLine = true

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -45,7 +46,8 @@ type Backend interface {
 	// Logs opens the engines' log lines; the server closes the stream.
 	Logs(ctx context.Context, q client.LogQuery) (LogStream, error)
 	// Events returns the kept events with a number above since, oldest first, and a channel that is closed at
-	// the next event. A since above the newest number (the node has restarted) is treated as 0.
+	// the next event; a nil channel means that another node leads and has the events. A since above the
+	// newest number (the node has restarted) is treated as 0.
 	Events(since uint64) (events []client.Event, next <-chan struct{})
 }
 
@@ -265,11 +267,21 @@ func sendLines(ctx context.Context, w http.ResponseWriter, lines LogStream) erro
 	}
 }
 
-// events sends state changes as server-sent events until the client leaves or the server closes.
+// events sends state changes as server-sent events until the client leaves, the server closes or another
+// node leads. With past it answers with those that are kept.
 func (h appHandlers) events(c *gin.Context) error {
-	since, app, err := parseEvents(c.Request)
+	since, app, past, err := parseEvents(c.Request)
 	if err != nil {
 		return err
+	}
+	if past {
+		events, next := h.backend.Events(since)
+		if next == nil {
+			return h.server.cfg.NoLeader()
+		}
+		isOther := func(e client.Event) bool { return !isEventOf(&e, app) }
+		writeJSON(c.Writer, http.StatusOK, gin.H{"events": notNull(slices.DeleteFunc(events, isOther))})
+		return nil
 	}
 	ctx, done, err := h.server.acquireFollower(c.Request)
 	if err != nil {
@@ -283,11 +295,14 @@ func (h appHandlers) events(c *gin.Context) error {
 	return nil
 }
 
-// parseEvents reads since (or the Last-Event-ID of a browser that reconnects) and app.
-func parseEvents(r *http.Request) (since uint64, app string, err error) {
-	q, err := parseQuery(r.URL.RawQuery, "since", "app")
+// parseEvents reads since (or the Last-Event-ID of a browser that reconnects), app and past.
+func parseEvents(r *http.Request) (since uint64, app string, past bool, err error) {
+	q, err := parseQuery(r.URL.RawQuery, "since", "app", "past")
 	if err != nil {
-		return 0, "", err
+		return 0, "", false, err
+	}
+	if past, err = q.flag("past"); err != nil {
+		return 0, "", false, err
 	}
 	since, ok, err := q.counter("since")
 	if id := r.Header.Get("Last-Event-ID"); !ok && err == nil && id != "" {
@@ -296,7 +311,7 @@ func parseEvents(r *http.Request) (since uint64, app string, err error) {
 				WithHint("send the id of the last event, or leave it out")
 		}
 	}
-	return since, q.values.Get("app"), err
+	return since, q.values.Get("app"), past, err
 }
 
 func (h appHandlers) sendEvents(ctx context.Context, w http.ResponseWriter, since uint64, app string) error {
@@ -305,9 +320,15 @@ func (h appHandlers) sendEvents(ctx context.Context, w http.ResponseWriter, sinc
 	defer alive.Stop()
 	for {
 		events, next := h.backend.Events(since)
+		if next == nil {
+			return nil // the client asks again and is sent to the leader
+		}
 		for i := range events {
 			since = events[i].Number
-			if err := writeEvent(buf, &events[i], app); err != nil {
+			if !isEventOf(&events[i], app) {
+				continue
+			}
+			if err := writeEvent(buf, &events[i]); err != nil {
 				return err
 			}
 		}
@@ -325,11 +346,13 @@ func (h appHandlers) sendEvents(ctx context.Context, w http.ResponseWriter, sinc
 	}
 }
 
-// writeEvent writes one server-sent event, if it is of an application ("" = any) or of one of its pools.
-func writeEvent(w io.Writer, e *client.Event, name string) error {
-	if name != "" && name != e.App && !strings.HasPrefix(e.Unit, name+"/") {
-		return nil
-	}
+// isEventOf reports whether an event is of an application ("" = any) or of one of its pools.
+func isEventOf(e *client.Event, name string) bool {
+	return name == "" || name == e.App || strings.HasPrefix(e.Unit, name+"/")
+}
+
+// writeEvent writes one server-sent event.
+func writeEvent(w io.Writer, e *client.Event) error {
 	data, err := marshalReply(e)
 	if err != nil {
 		return fmt.Errorf("encode event %d: %w", e.Number, err)

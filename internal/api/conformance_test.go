@@ -228,6 +228,9 @@ func TestEvents(t *testing.T) {
 		}
 	}
 	assert.Equal(t, append(b.events[1:3:3], client.Event{Number: 4, Kind: "gone", App: "demo"}), got)
+	past, err := c.PastEvents(t.Context(), "demo")
+	require.NoError(t, err)
+	assert.Equal(t, got, past)
 }
 
 func TestEventsEndWithTheServerAndTheContext(t *testing.T) {

@@ -213,19 +213,27 @@ func (b *backend) Rollback(ctx context.Context, name string, to uint64) (api.Dep
 
 func (b *backend) Events(since uint64) ([]client.Event, <-chan struct{}) {
 	l, err := b.n.requireLeader()
-	if err != nil {
-		return nil, b.n.store.Leadership() // wait for a leader, which has the events
+	switch {
+	case err != nil && b.n.peering != nil:
+		return nil, nil // another node leads, and has the events
+	case err != nil:
+		return nil, b.n.store.Leadership() // this node will lead
 	}
 	next := l.control.Watch() // Watch comes before Events, so that no change in between is missed
-	var out []client.Event
-	for _, e := range l.control.Events(since) {
+	events := l.control.Events(since)
+	out := make([]client.Event, 0, len(events))
+	for i := range events {
+		e := &events[i]
 		kind := e.To
-		if e.Unit != "" {
+		switch {
+		case e.Unit != "":
 			kind = "unit"
+		case e.Node != "":
+			kind = "node"
 		}
 		out = append(out, client.Event{
-			Number: e.Seq, Time: e.At, Kind: kind, App: e.App, Unit: e.Unit, Epoch: e.Epoch, Phase: e.To,
-			Reason: e.Reason,
+			Number: e.Seq, Time: e.At, Kind: kind, App: e.App, Unit: e.Unit, Node: e.Node, Epoch: e.Epoch,
+			From: e.From, Phase: e.To, Reason: e.Reason, Action: e.Action(), Former: e.Former,
 		})
 	}
 	return out, next
