@@ -21,7 +21,10 @@ func (c *Core) noteNodes(now time.Time, old, s *state.State) {
 			continue
 		}
 		e := Event{At: now, Node: id, From: from, To: to}
-		if to == nodeLost {
+		switch {
+		case from == nodeRemoved: // it is new
+			e.From = ""
+		case to == nodeLost:
 			e.Reason = s.Nodes[id].Reason
 		}
 		c.emit(ChangeEffect{e})

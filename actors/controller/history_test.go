@@ -43,7 +43,7 @@ func TestEventsOfNodesAndOfANewLeader(t *testing.T) {
 	}{
 		{
 			"joins", state.Command{PutNode: &state.PutNode{Node: b}},
-			"removed", "alive", "", "may place ranks on it",
+			"", "alive", "", "may place ranks on it",
 		},
 		{
 			"drains", state.Command{DrainNode: &state.DrainNode{Node: "b"}},
