@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
@@ -42,26 +43,30 @@ func TestEventsOfNodesAndOfANewLeader(t *testing.T) {
 		from, to, reason, action string
 	}{
 		{
-			"joins", state.Command{PutNode: &state.PutNode{Node: b}},
+			"joins",
+			state.Command{PutNode: &state.PutNode{Node: b}},
 			"", "alive", "", "may place ranks on it",
 		},
 		{
-			"drains", state.Command{DrainNode: &state.DrainNode{Node: "b"}},
+			"drains",
+			state.Command{DrainNode: &state.DrainNode{Node: "b"}},
 			"alive", "draining", "", "moves its ranks to other nodes",
 		},
 		{
-			"is lost", state.Command{NodeLost: ref},
+			"is lost",
+			state.Command{NodeLost: ref},
 			"draining", "lost", ref.Reason, "starts its ranks on other nodes",
 		},
 		{"is back", state.Command{NodeBack: ref}, "lost", "draining", "", "moves its ranks to other nodes"},
 		{
-			"may stay", state.Command{DrainNode: &state.DrainNode{Node: "b", Undo: true}},
+			"may stay",
+			state.Command{DrainNode: &state.DrainNode{Node: "b", Undo: true}},
 			"draining", "alive", "", "may place ranks on it",
 		},
 	} {
 		next := c.state.Clone()
 		_, err := next.Apply(next.Index+1, &step.cmd)
-		assert.NoError(t, err, step.name)
+		require.NoError(t, err, step.name)
 		c.state = next
 		events := eventsOf(leader.Step(c.now, StateSeen{next.Clone()}))
 		if assert.Len(t, events, 1, step.name) {
