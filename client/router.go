@@ -376,6 +376,8 @@ type CostModel struct {
 type WorkerSpeed struct {
 	Worker string  `json:"worker"` // GROUP/RANK
 	Slow   float64 `json:"slow"`   // how long it takes beside the median of all; 2 = twice as long
+	// by what factor it must differ from the median to count as slower or faster: its speed is as uncertain
+	Spread float64 `json:"spread,omitempty"`
 	// how old its records are when they come to this node; 0 = not known
 	LagMs float64 `json:"lag_ms,omitempty"`
 }

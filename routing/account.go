@@ -20,10 +20,11 @@ type account struct {
 	clock   *time.Duration // the view's time
 	// when the record at hand happened, on the view's clock; 0 = what is at hand is no record
 	when    time.Duration
-	remote  rankClock  // the rank's clock
-	pace    decodePace // a request whose tokens are timed
-	model   *costModel // of the application; nil in tests of an account alone
-	service *service   // likewise
+	work    prefillWork // that all ingresses sent to the rank
+	remote  rankClock   // the rank's clock
+	pace    decodePace  // a request whose tokens are timed
+	model   *costModel  // of the application; nil in tests of an account alone
+	service *service    // likewise
 	// the newest answers that failed
 	failures []failure
 	lastSeq  uint64 // stream number of the last record applied
@@ -35,10 +36,18 @@ type account struct {
 
 // bump counts an own dispatch, unless the request is on this rank already.
 func (a *account) bump(rk *Rank, key uint64, tokens, hit int) {
-	a.insert(rk, open{
+	a.send(rk, open{
 		key: key, tokens: clampTokens(tokens), hit: clampHit(hit, tokens), phase: bumped, mine: true,
 		sent: *a.clock,
 	})
+}
+
+// send counts a request that an ingress sent to the rank.
+func (a *account) send(rk *Rank, o open) {
+	a.insert(rk, o)
+	if a.reckons && a.model != nil {
+		a.work.add(a.model.prefill*a.model.base.Prefill(int(o.tokens-o.hit), int(o.hit)), *a.clock)
+	}
 }
 
 // ticket records that the replica admitted the dispatch as number seq. If the stream has already passed seq,
@@ -81,7 +90,7 @@ func (a *account) admit(rk *Rank, key uint64, tokens, hit int) {
 	o := a.opens.get(key)
 	switch {
 	case o == nil:
-		a.insert(rk, open{
+		a.send(rk, open{
 			key: key, tokens: clampTokens(tokens), hit: clampHit(hit, tokens), phase: admitted, sent: a.at(),
 		})
 	case o.own():
@@ -212,7 +221,7 @@ func (a *account) reset(rk *Rank, snapshot []Open, seq uint64, same bool) {
 	rk.Failed = Load{}
 	a.queue.clear(same)
 	if a.pace = (decodePace{decode: a.pace.decode}); !same {
-		a.pace, a.remote, a.failures = decodePace{}, rankClock{}, nil
+		a.pace, a.remote, a.failures, a.work = decodePace{}, rankClock{}, nil, prefillWork{}
 	}
 	for i := range snapshot {
 		s := &snapshot[i]

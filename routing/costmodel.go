@@ -21,6 +21,11 @@ const (
 	// slowMemory is the time after the last sample at which half of a rank's slowness is forgotten: a slow
 	// rank gets no requests, so it could never show that it has recovered.
 	slowMemory = 30 * time.Second
+	// leastSpread is by how much a rank must differ from the median to count as slower or faster: its mix of
+	// prompts, and what it decodes beside them, is not its speed.
+	leastSpread = 1.5
+	// spreadDoubts is how many standard errors of its speed a rank must differ by.
+	spreadDoubts = 3
 )
 
 // cost model is the cost model of an application's engines: a preset, and two measured factors on its times.
@@ -79,11 +84,15 @@ func (l *costModel) median(accounts []account, of func(*account) *speed) float64
 	return l.scratch[(len(l.scratch)-1)/2]
 }
 
-// slow is a rank's slowness relative to the median of all ranks. It decays towards 1 while the rank has no
-// new sample.
-func (l *costModel) slow(s *speed, now time.Duration) float64 {
+// slow is a rank's slowness relative to the median of all ranks, and the factor by which it must differ from
+// it. Within that factor it is 1. It decays towards 1 while the rank has no new sample.
+func (l *costModel) slow(s *speed, now time.Duration) (slow, spread float64) {
+	spread = max(leastSpread, 1+spreadDoubts*s.doubt())
+	if x := s.slowness(l.prefill) / l.prefill; x < spread && x*spread > 1 {
+		return 1, spread
+	}
 	age := float64(max(0, now-s.last)) / float64(slowMemory)
-	return min(max(1+(s.slowness(l.prefill)/l.prefill-1)/(1+age*age), leastSlow), mostSlow)
+	return min(max(1+(s.slowness(l.prefill)/l.prefill-1)/(1+age*age), leastSlow), mostSlow), spread
 }
 
 // decodePace times the tokens of one request of a rank while the rank does nothing but decode: what a step
@@ -145,11 +154,13 @@ func (c *rankClock) place(at, now time.Duration) (when time.Duration, ok bool) {
 }
 
 const (
-	// trafficPeriod is how often the prefill utilisation ρ is measured: ρ ← ½ρ + ½·(prefill ms that all
-	// ingresses sent)/(N·Δt).
-	trafficPeriod = 5 * time.Second
-	// maxRho bounds η = ρ/(1-ρ) to 9.
+	// workMemory is the time constant with which prefill work that was sent to a rank is forgotten.
+	workMemory   = 20 * time.Second
+	workMemoryMS = float64(workMemory / time.Millisecond)
+	// maxRho bounds the prefill utilisation ρ, and η = ρ/(1-ρ) to 9.
 	maxRho = 0.9
+	// trafficPeriod is after what time requests count half in the shares of the ingresses.
+	trafficPeriod = 5 * time.Second
 	// firstAnswer is how long answers are taken to be, in tokens, until there were some; it weighs as much as
 	// firstAnswers of them.
 	firstAnswer, firstAnswers = 300, 64
@@ -158,13 +169,30 @@ const (
 	lastAnswers = 1443
 )
 
-// traffic measures what all ingresses together send to an application's ranks, as far as one Router knows: it
-// counts its own dispatches at once, and those of other ingresses when a rank's records name them. Each
-// request counts once.
+// prefillWork is the prefill work that was sent to a rank lately, as an exponential mean. A Router counts its
+// own dispatches at once, and those of other ingresses when the rank's records name them.
+type prefillWork struct {
+	ms float64
+	at time.Duration // View.Now of ms
+}
+
+func (w *prefillWork) add(ms float64, now time.Duration) { w.ms, w.at = w.left(now)+ms, now }
+
+// left is what is not forgotten of it: about ms·e^(-age/workMemory).
+func (w *prefillWork) left(now time.Duration) float64 {
+	x := 1 / (1 + float64(max(0, now-w.at))/float64(8*workMemory))
+	x *= x
+	x *= x
+	return w.ms * x * x
+}
+
+// share is the part of the rank's time that the work takes.
+func (w *prefillWork) share(now time.Duration) float64 { return min(w.left(now)/workMemoryMS, maxRho) }
+
+// traffic measures what all ingresses together send to an application's ranks, as far as one Router knows.
+// Each request counts once.
 type traffic struct {
 	began       time.Duration // of the running period, View.Now
-	work        float64       // ms of prefill that all ingresses sent to ranks in it
-	rho         float64       // the share of the ranks' time that prefill takes
 	own, others float64       // requests, of which those of earlier periods count half, a quarter, …
 	answer      float64       // mean output tokens
 	answers     float64       // that it is the mean of
@@ -174,15 +202,13 @@ func newTraffic(v *View) *traffic {
 	return &traffic{began: v.Now, answer: firstAnswer, answers: firstAnswers}
 }
 
-// observe counts an event; cost model gives the prefill time of its prompt.
-func (t *traffic) observe(v *View, e *Event, model *steptime.Coefficients) {
+// observe counts an event.
+func (t *traffic) observe(v *View, e *Event) {
 	switch {
 	case e.Kind == EvDispatched:
 		t.own++
-		t.addPrefill(e, model)
 	case e.Kind == EvAdmitted && e.Elsewhere:
 		t.others++
-		t.addPrefill(e, model)
 	case e.Kind == EvFinished && e.Out > 0:
 		t.answers = min(t.answers+1, lastAnswers)
 		t.answer += (float64(e.Out) - t.answer) / t.answers
@@ -190,26 +216,16 @@ func (t *traffic) observe(v *View, e *Event, model *steptime.Coefficients) {
 	t.nextPeriod(v)
 }
 
-// addPrefill counts the work of a prompt.
-func (t *traffic) addPrefill(e *Event, model *steptime.Coefficients) {
-	tokens, hit := int(clampTokens(e.Tokens)), int(clampHit(e.Hit, e.Tokens))
-	t.work += model.Prefill(tokens-hit, hit)
-}
-
 // nextPeriod begins the next period when the current one has ended.
 func (t *traffic) nextPeriod(v *View) {
-	spent := v.Now - t.began
-	if spent < trafficPeriod || len(v.Ranks) == 0 {
-		return
+	if v.Now-t.began >= trafficPeriod {
+		t.own, t.others, t.began = t.own/2, t.others/2, v.Now
 	}
-	t.rho = t.rho/2 + t.work/(2*float64(len(v.Ranks))*float64(spent)/float64(time.Millisecond))
-	t.own, t.others = t.own/2, t.others/2
-	t.began, t.work = v.Now, 0
 }
 
-// later is η: what a millisecond of prefill delays requests that are still to come, in ms.
-func (t *traffic) later() float64 {
-	rho := min(t.rho, maxRho)
+// delay is η: what a millisecond of prefill delays requests that are still to come, in ms.
+func delay(rho float64) float64 {
+	rho = min(rho, maxRho)
 	return rho / (1 - rho)
 }
 

@@ -156,7 +156,8 @@ func (r *Router) rankUp(i int, found bool, e *Event) (wake, ok bool) {
 	if same { // what the engine reported last still holds, and whether it is ejected
 		rk.KVUsage, rk.HasKVUsage, rk.Busy, rk.Capacity, rk.BlockSize = before.KVUsage, before.HasKVUsage,
 			before.Busy, before.Capacity, before.BlockSize
-		rk.Since, rk.Ejected, rk.Lag, rk.Slow = before.Since, before.Ejected, before.Lag, before.Slow
+		rk.Since, rk.Ejected, rk.Lag = before.Since, before.Ejected, before.Lag
+		rk.Slow, rk.SlowSpread, rk.Rho = before.Slow, before.SlowSpread, before.Rho
 	}
 	rk.size(e)
 	r.accounts[i].reset(rk, e.Snapshot, e.Seq, same)

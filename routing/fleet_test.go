@@ -330,11 +330,11 @@ func (q *fleetQueue) Pop() any {
 // RA4: Every Router measures the prefill work of all ingresses, each request once: η is the same for one
 // Router and for each of sixteen.
 func TestPrefillUtilisationIsThatOfAllIngresses(t *testing.T) {
-	turns := agentTurns(3, 0.3, time.Minute)
+	turns := agentTurns(3, 0.4, time.Minute)
 	turns = slices.DeleteFunc(turns, func(turn fleetTurn) bool { return turn.at > time.Minute })
 	eta := func(r *Router) float64 {
-		r.Explain(&Request{ID: 1 << 40, Tokens: 1000})
-		return r.state.(*traffic).later()
+		_, v := r.Why(&Request{ID: 1 << 40, Tokens: 1000})
+		return delay(v.Rho)
 	}
 	alone := 0.0
 	for _, k := range []int{1, 4, 16} {

@@ -12,17 +12,15 @@ import (
 	"pgregory.net/rapid"
 )
 
-// busy is traffic of a given utilisation, of a Router that sends all requests itself.
-func busy(rho float64) *traffic {
-	return &traffic{rho: rho, answer: firstAnswer, answers: firstAnswers}
-}
+// alone is the traffic of a Router that sends all requests itself.
+func alone() *traffic { return &traffic{answer: firstAnswer, answers: firstAnswers} }
 
-// costOf is what a request of tokens costs on one rank, by term.
+// costOf is what a request of tokens costs on one rank of an application whose prefill takes rk.Rho, by term.
 func costOf(p Policy, st State, tokens int, rk Rank, hit int32) map[string]float64 {
 	rk.ID, rk.Ready, rk.MaxOngoing = ID(0, 0), true, 1<<20
 	d := Decision{Explain: true}
-	p.Decide(&Request{Tokens: tokens, Hits: []Hit{{Rank: rk.ID, Tokens: hit}}}, &View{Ranks: []Rank{rk}}, st,
-		seeded(1), &d)
+	p.Decide(&Request{Tokens: tokens, Hits: []Hit{{Rank: rk.ID, Tokens: hit}}},
+		&View{Ranks: []Rank{rk}, Rho: rk.Rho}, st, seeded(1), &d)
 	out := map[string]float64{}
 	for _, t := range d.Terms {
 		out[t.Name] = t.Value
@@ -32,22 +30,24 @@ func costOf(p Policy, st State, tokens int, rk Rank, hit int32) map[string]float
 }
 
 // The worked example of docs/routing-reference.md: a rank that holds two thirds of the prompt and decodes for
-// twelve others, and one that is nearly idle and holds nothing. With the prefill utilisation at 0.6 the hit
-// is worth more; with none at all the idle rank is.
+// twelve others, and one that is nearly idle and holds nothing. While prefill takes 80 % of the ranks' time
+// the hit is worth more; while it takes none the idle rank is.
 func TestMexCosts(t *testing.T) {
 	p := newPolicy(t, "mex")
-	warm := Rank{Load: Load{W: 1, R: 12, Q: 6383, K: 140_000, Kq: 6000}, Capacity: 699_392}
-	idle := Rank{Load: Load{R: 2, K: 20_000}, Capacity: 699_392}
-	a := costOf(p, busy(.6), 12_000, warm, 8192)
+	warm := Rank{Load: Load{W: 1, R: 12, Q: 6383, K: 140_000, Kq: 6000}, Capacity: 699_392, Rho: .6}
+	idle := Rank{Load: Load{R: 2, K: 20_000}, Capacity: 699_392, Rho: .6}
+	a := costOf(p, alone(), 12_000, warm, 8192)
 	for name, want := range map[string]float64{
-		"queue": 306.19, "prefill": 243.09, "later_arrivals": 357.27, "own_tokens": 659.29,
-		"others_tokens": 467.79, "memory": 0, "beyond_goal": 0,
+		"queue": 306.19, "prefill": 243.09, "later_arrivals": 357.27, "own_tokens": 1357.96,
+		"others_tokens": 770.38, "memory": 0, "beyond_goal": 0,
 	} {
 		assert.InDelta(t, want, a[name], .5, name)
 	}
-	b := costOf(p, busy(.6), 12_000, idle, 0)
+	warm.Rho, idle.Rho = .8, .8
+	a, b := costOf(p, alone(), 12_000, warm, 8192), costOf(p, alone(), 12_000, idle, 0)
 	assert.Less(t, a["score"], b["score"])
-	a, b = costOf(p, busy(0), 12_000, warm, 8192), costOf(p, busy(0), 12_000, idle, 0)
+	warm.Rho, idle.Rho = 0, 0
+	a, b = costOf(p, alone(), 12_000, warm, 8192), costOf(p, alone(), 12_000, idle, 0)
 	assert.Greater(t, a["score"], b["score"])
 }
 
@@ -56,7 +56,7 @@ func TestMexCosts(t *testing.T) {
 func TestMexGoals(t *testing.T) {
 	goodput, latency := newPolicy(t, "mex"), Policy(Mex{Latency: true, TTFT: 2000, TPOT: 50})
 	queued := func(p Policy, tokens int64) map[string]float64 {
-		return costOf(p, busy(0), 500, Rank{Load: Load{W: 1, Q: tokens}}, 0)
+		return costOf(p, alone(), 500, Rank{Load: Load{W: 1, Q: tokens}}, 0)
 	}
 	near, far := queued(goodput, 200_000), queued(goodput, 400_000)
 	x := (far["queue"] + far["prefill"]) / 2000
@@ -92,8 +92,8 @@ func TestMexParameters(t *testing.T) {
 	for _, goals := range [][2]float64{{0.001, 60}, {3600, 0.0001}, {2, 0.05}} {
 		p, err := New("mex", "", map[string]any{"ttft_s": goals[0], "tpot_s": goals[1]})
 		require.NoError(t, err)
-		for _, c := range costOf(p, busy(1e300), math.MaxInt32,
-			Rank{Load: Load{W: 1 << 20, R: 1 << 20, Q: 1 << 50, K: 1 << 50, Kq: 1 << 50}, Capacity: 1}, 0) {
+		full := Load{W: 1 << 20, R: 1 << 20, Q: 1 << 50, K: 1 << 50, Kq: 1 << 50}
+		for _, c := range costOf(p, alone(), math.MaxInt32, Rank{Rho: maxRho, Load: full, Capacity: 1}, 0) {
 			assert.False(t, math.IsNaN(c) || math.IsInf(c, 0), goals)
 		}
 	}
@@ -106,11 +106,12 @@ func TestMexCostsAreNumbers(t *testing.T) {
 		v := drawView(t)
 		for i := range v.Ranks {
 			v.Ranks[i].Slow = rapid.SampledFrom([]float64{0, 0.25, 1, 8}).Draw(t, "slow")
+			v.Ranks[i].Rho = rapid.Float64Range(0, maxRho).Draw(t, "rho")
 			v.Ranks[i].Lag = time.Duration(rapid.Int64Range(0, int64(oldestRecord)).Draw(t, "lag"))
 		}
 		q := drawRequest(t, &v)
 		st := &traffic{
-			rho: rapid.Float64Range(0, 5).Draw(t, "rho"), own: rapid.Float64Range(0, 9).Draw(t, "own"),
+			own:    rapid.Float64Range(0, 9).Draw(t, "own"),
 			others: rapid.Float64Range(0, 9).Draw(t, "others"),
 			answer: rapid.Float64Range(1, 1e5).Draw(t, "answer"),
 		}
@@ -127,7 +128,7 @@ func TestMexCostsAreNumbers(t *testing.T) {
 // longest hit wins then. A Router that sends all requests itself takes the lowest cost.
 func TestMexNearTies(t *testing.T) {
 	p := newPolicy(t, "mex")
-	v := View{Ranks: []Rank{
+	v := View{Rho: .5, Ranks: []Rank{
 		{ID: ID(0, 0), Ready: true, MaxOngoing: 99, Lag: 500 * time.Millisecond},
 		{
 			ID: ID(0, 1), Ready: true, MaxOngoing: 99, Lag: 500 * time.Millisecond,
@@ -136,7 +137,7 @@ func TestMexNearTies(t *testing.T) {
 	}}
 	q := Request{Tokens: 4000, Hits: []Hit{{Rank: ID(0, 1), Tokens: 3584}}}
 	decide := func(own, others float64) Decision {
-		d, st := Decision{Explain: true}, busy(.5)
+		d, st := Decision{Explain: true}, alone()
 		st.own, st.others = own, others
 		p.Decide(&q, &v, st, seeded(1), &d)
 		return d
@@ -173,7 +174,7 @@ func TestMexOwnDispatchesStandForOthers(t *testing.T) {
 	require.Equal(t, Bumps{N: 1, Q: 10_000, Kq: 10_000, Pairs: attention(10_000, 0)}, v.Ranks[i].Bumps)
 	st := r.state.(*traffic)
 	require.InDelta(t, .25, st.share(), .02)
-	once := costOf(r.policy, busy(0), 100, Rank{Load: v.Ranks[i].Load, Pairs: v.Ranks[i].Pairs}, 0)
+	once := costOf(r.policy, alone(), 100, Rank{Load: v.Ranks[i].Load, Pairs: v.Ranks[i].Pairs}, 0)
 	more := costOf(r.policy, st, 100, v.Ranks[i], 0)
 	assert.InEpsilon(t, 1/st.share(), more["queue"]/once["queue"], .01)
 	r.Observe(&Event{
@@ -371,4 +372,53 @@ func TestMeanAnswer(t *testing.T) {
 		s.r.Observe(&Event{Kind: EvFinished, Rank: s.rank, ReqID: key, Incarnation: 7, Seq: s.seq})
 	}
 	assert.InDelta(t, 40, st.answer, 20)
+}
+
+// Equal ranks whose prompts happen to take longer or shorter than predicted count as equal; a rank that is
+// five times slower is told apart after a few prompts.
+func TestSlownessWithinItsErrorIsNone(t *testing.T) {
+	play := func(slow float64, prompts int) View {
+		r := routerWith(newPolicy(t, "mex"), 4, 1000)
+		now, seq, rnd := time.Second, uint64(0), seeded(3)
+		for range prompts {
+			for i := range 4 {
+				takes := modelOf(4000, 0, math.Exp(0.8*rnd.NormFloat64()))
+				if i == 1 {
+					takes = time.Duration(float64(takes) * slow)
+				}
+				for _, kind := range []EventKind{EvAdmitted, EvFirstToken, EvFinished} {
+					if seq++; kind == EvFirstToken {
+						now += takes
+					}
+					r.Observe(&Event{
+						Kind: kind, Rank: ID(0, i), ReqID: (seq + 2) / 3, Tokens: 4000, Incarnation: 7,
+						Seq: seq, Now: now,
+					})
+				}
+			}
+		}
+		_, v := r.Why(&Request{Now: now})
+		return v
+	}
+	for _, rk := range play(1, 40).Ranks {
+		assert.InDelta(t, 1, rk.Slow, 0, rk.ID)
+		assert.Greater(t, rk.SlowSpread, leastSpread, rk.ID)
+	}
+	assert.Greater(t, play(5, 6).Ranks[1].Slow, 2.5)
+}
+
+// Tokens cost little far below their goal and little more beyond it; on a rank that prefills for most of its
+// time they come later. With goal latency every millisecond counts alike.
+func TestMexPace(t *testing.T) {
+	own := func(p Policy, rho float64, decodes int) float64 {
+		return costOf(p, alone(), 100, Rank{Rho: rho, Load: Load{R: decodes}}, 0)["own_tokens"]
+	}
+	goodput, latency := newPolicy(t, "mex"), Policy(Mex{Latency: true, TTFT: 2000, TPOT: 50})
+	y := own(latency, 0, 10) / 2000
+	assert.InDelta(t, 2000*y*y, own(goodput, 0, 10), 1e-9)
+	assert.InDelta(t, 2*2000*y, own(latency, .5, 10), 1e-9, "half of the time goes to prefill")
+	assert.InDelta(t, 4*2000*y*y, own(goodput, .5, 10), 1e-9)
+	late := y / (1 - maxRho)
+	assert.InDelta(t, 2000*(1+2*math.Log(late)), own(goodput, maxRho, 10), 1e-9)
+	assert.Greater(t, late, 1.0)
 }

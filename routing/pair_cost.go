@@ -135,11 +135,21 @@ func (r *PairRule) model(in *PairInput, local *Rank) pairModel {
 		prefill: in.Prefill.costs(), decode: in.Decode.costs(),
 		byCost: r.Decider == DecideMex && !in.Prefill.isNamed(), choice: pairRow{rank: local},
 	}
+	m.prefill.later = delay(in.rho())
+	m.decode.later = m.prefill.later
 	hit := int64(in.Decode.View.hitOn(in.Decode.Query, local.ID))
 	m.own.cost = m.decode.of(local, hit, &m.own.terms)
 	m.own.uncached = m.decode.tokens - hit
 	m.addDecodeTerms(&m.choice, hit)
 	return m
+}
+
+// rho is the share of the time of all ranks that prefill takes. The pools have one: a prompt that the decode
+// rank computes is work which the prefill ranks do not have, and the other way round.
+func (in *PairInput) rho() float64 {
+	p, d := in.Prefill.View, in.Decode.View
+	n := float64(len(p.Ranks) + len(d.Ranks))
+	return (p.Rho*float64(len(p.Ranks)) + d.Rho*float64(len(d.Ranks))) / max(n, 1)
 }
 
 // costs are those of the pool's policy if it is mex, with the traffic that it has seen; else those of mex

@@ -15,7 +15,7 @@ const (
 
 	// nearWidth is how many times the prefill work that may have come to a rank unseen two scores may differ
 	// by and count as equal.
-	nearWidth = 2
+	nearWidth = 4
 	// mostUnseen bounds how many dispatches of other ingresses one own unconfirmed dispatch stands for.
 	mostUnseen = 64
 	// kvPressure is what each share of the KV cache that is asked for and not there costs, in goals of the
@@ -29,13 +29,15 @@ const (
 //	queue          Wq·σ                        prompts in front of it
 //	prefill        P·σ                         its own prompt
 //	later_arrivals η·P                         what its prompt delays requests that are still to come
-//	own_tokens     X·d                         its own tokens, d ms each
-//	others_tokens  X·R·(P/ō + ½·(dB + dC·L))   tokens of the R requests that decode there, slowed by it
+//	own_tokens     TTFT·y²                     its own tokens; TTFT·(1 + 2·ln y) beyond their goal, y > 1
+//	others_tokens  w·X·R·(P/ō + ½·(dB + dC·L)) tokens of the R requests that decode there, slowed by it
 //	memory         2·TTFT·max(0, f-1)          the KV cache that would be missing; f is the share in use
 //	beyond_goal    TTFT·(1 + ln x) - TTFT·x    goal goodput, x = (queue + prefill)/TTFT > 1: beyond the goal
 //
 // Its prompt stalls the requests that decode on the rank, and its context makes their steps longer. A goal
-// cannot be missed twice, so the time beyond it counts logarithmically.
+// cannot be missed twice, so the time beyond it counts logarithmically. y = d/(TPOT·(1-ρr)) is a token of d
+// ms over its goal, on a rank that prefills for a share ρr of its time; w = 2·y, or 2/y beyond the goal, is
+// how fast own_tokens grows with y. With goal latency own_tokens is TTFT·y, and w is 1.
 //
 // P and Wq are prefill times by the cost model, d = gW + dA + dB·(O+1) + dC·(K+Kq+L) the step that its tokens
 // come in, σ = 1 + D/(gT·8192) the stretch of a prefill that shares its steps with D = dA + dB·R + dC·K ms of
@@ -45,7 +47,7 @@ const (
 // = (K+Kq+L+ō)/C.
 //
 // Behind several ingresses a Router does not see what the others sent since the ranks' last records: ρ·Lag ms
-// of prefill, less its own share. Scores within two of those of the lowest count as equal, and the longest
+// of prefill, less its own share. Scores within four of those of the lowest count as equal, and the longest
 // hit among them wins; and each own dispatch that no record has named stands for those that the other
 // ingresses are taken to have sent to that rank meanwhile.
 //
@@ -91,8 +93,7 @@ func (Mex) NewState(v *View, _ *rand.Rand) State { return newTraffic(v) }
 
 func (p Mex) Observe(s State, v *View, e *Event) {
 	if t, ok := s.(*traffic); ok {
-		model := p.current(v)
-		t.observe(v, e, &model)
+		t.observe(v, e)
 	}
 }
 
@@ -152,14 +153,14 @@ type mexCosts struct {
 func (p Mex) costs(q *Request, v *View, s State) mexCosts {
 	c := mexCosts{
 		model: p.current(v), tokens: int64(q.Tokens), answer: firstAnswer, exchange: p.TTFT / p.TPOT,
-		goal: p.TTFT, late: !p.Latency,
+		goal: p.TTFT, late: !p.Latency, later: delay(v.Rho),
 	}
 	c.stretch = 1 / (c.model.TokenMS * stepTokens)
 	if t, ok := s.(*traffic); ok {
-		c.later, c.answer = t.later(), t.answer
+		c.answer = t.answer
 		if share := t.share(); share < 1 {
 			c.unseen = min(1/share-1, mostUnseen-1)
-			c.width = nearWidth * (1 - share) * min(t.rho, maxRho)
+			c.width = nearWidth * (1 - share) * v.Rho
 		}
 	}
 	c.perAnswer = 1 / c.answer
@@ -210,8 +211,8 @@ func (m *mexCosts) of(rk *Rank, hit int64, terms *mexTerms) float64 {
 	prefill := prompt * stretch
 	later := m.later * prompt
 	step := model.WeightMS + decoding + model.DecodeMS*(open-decodes) + model.ContextMS*waiting
-	own := m.exchange * slow * step
-	others := m.exchange * decodes * (prompt*m.perAnswer + slow*m.slower)
+	own, push := m.pace(m.exchange * slow * step / (m.goal * (1 - m.rho(rk))))
+	others := push * m.exchange * decodes * (prompt*m.perAnswer + slow*m.slower)
 	memory, beyond := 0.0, 0.0
 	if asked, all := context+waiting+m.answer, float64(rk.Capacity); rk.Capacity > 0 && asked > all {
 		memory = kvPressure * m.goal * (asked/all - 1)
@@ -223,6 +224,28 @@ func (m *mexCosts) of(rk *Rank, hit int64, terms *mexTerms) float64 {
 		*terms = mexTerms{queue, prefill, later, own, others, memory, beyond}
 	}
 	return queue + prefill + later + own + others + memory + beyond
+}
+
+// rho is the share of a rank's time that prefill takes, with what others are taken to have sent unseen.
+func (m *mexCosts) rho(rk *Rank) float64 {
+	rho := rk.Rho
+	if rk.Bumps.N > 0 && m.unseen > 0 {
+		sent := m.model.TokenMS*float64(rk.Bumps.Q) + m.model.PairMS*float64(rk.Bumps.Pairs)/2
+		rho += m.unseen * sent / workMemoryMS
+	}
+	return min(rho, maxRho)
+}
+
+// pace is the cost of tokens that take y times their goal, in ms, and how it grows with y, in goals of the
+// first token.
+func (m *mexCosts) pace(y float64) (ms, push float64) {
+	switch {
+	case !m.late:
+		return m.goal * y, 1
+	case y > 1:
+		return m.goal * (1 + 2*math.Log(y)), 2 / y
+	}
+	return m.goal * y * y, 2 * y
 }
 
 // mexTerms are the terms of a cost in their printed order, and mexLabels their names.

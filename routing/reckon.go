@@ -1,6 +1,7 @@
 package routing
 
 import (
+	"math"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/steptime"
@@ -222,6 +223,7 @@ func (p *prefills) measure(slot int32, rk *Rank, now time.Duration, model *costM
 // prompts decay: prompts that end in one step are right in their sum only.
 type speed struct {
 	observed, predicted float64
+	squares             float64       // of what the speed before predicted wrongly, ms²
 	last                time.Duration // when it was shown
 }
 
@@ -230,6 +232,8 @@ func (s *speed) learn(observed, predicted float64, now time.Duration) {
 	if s.predicted == 0 {
 		s.observed, s.predicted = leastSample, leastSample
 	}
+	off := max(0, observed) - predicted*s.observed/s.predicted
+	s.squares = s.squares*speedMemory*speedMemory + off*off
 	s.observed = s.observed*speedMemory + max(0, observed)
 	s.predicted = s.predicted*speedMemory + predicted
 }
@@ -240,6 +244,14 @@ func (s *speed) slowness(usual float64) float64 {
 		return usual
 	}
 	return min(max(s.observed/s.predicted, 1.0/maxSlowness), maxSlowness)
+}
+
+// doubt is the standard error of the slowness, as a share of it.
+func (s *speed) doubt() float64 {
+	if s.observed <= 0 {
+		return 0
+	}
+	return math.Sqrt(s.squares) / s.observed
 }
 
 // readsWork reports whether a policy may read the prefill work of ranks. For the policies listed here the

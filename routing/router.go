@@ -24,7 +24,7 @@ type Router struct {
 
 	policy  Policy
 	reckons bool // the policy reads prefill work
-	compare bool // the policy reads how slow ranks are
+	compare bool // the policy reads how slow ranks are, and how busy with prefill
 
 	mu       sync.Mutex
 	view     View
@@ -102,14 +102,23 @@ func (r *Router) reckon(now time.Duration) {
 	if !r.reckons {
 		return
 	}
+	sum := 0.0
 	for i := range r.accounts {
-		p := &r.accounts[i].queue
-		if p.first != 0 {
-			p.reckon(&r.view.Ranks[i], &r.model, now)
+		rk, a := &r.view.Ranks[i], &r.accounts[i]
+		if a.queue.first != 0 {
+			a.queue.reckon(rk, &r.model, now)
 		}
-		if r.compare && p.speed.predicted > 0 {
-			r.view.Ranks[i].Slow = r.model.slow(&p.speed, now)
+		if !r.compare {
+			continue
 		}
+		if s := &a.queue.speed; s.predicted > 0 {
+			rk.Slow, rk.SlowSpread = r.model.slow(s, now)
+		}
+		rk.Rho = a.work.share(now)
+		sum += rk.Rho
+	}
+	if len(r.accounts) > 0 {
+		r.view.Rho = sum / float64(len(r.accounts))
 	}
 }
 
@@ -291,9 +300,10 @@ func (r *Router) Why(q *Request) (Decision, View) {
 }
 
 func (r *Router) why(q *Request) (Decision, View) {
+	now := max(r.view.Now, q.Now)
+	r.reckon(now)
 	source, v, d := q.source(&r.source), r.view, Decision{Explain: true}
-	v.Now = max(v.Now, q.Now)
-	r.reckon(v.Now)
+	v.Now = now
 	r.decide(q, &v, rand.New(&source), &d)
 	v.Now, v.Ranks = r.view.Now, slices.Clone(v.Ranks)
 	return d, v

@@ -75,8 +75,11 @@ type Rank struct {
 
 	Since time.Duration // View.Now when this incarnation came into the view
 	Lag   time.Duration // how old the rank's records are when they come; 0 = not known
-	// how long the rank takes beside the median of its application's ranks; 0 = not known, 1 is assumed
-	Slow float64
+	// how long the rank takes beside the median of its application's ranks, as far as it is certain; 0 = not
+	// known, 1 is assumed
+	Slow       float64
+	SlowSpread float64 // what Slow is judged by: from 1/SlowSpread to SlowSpread a rank counts as equal
+	Rho        float64 // share of its time that prefill takes, as of View.Now: what all ingresses sent it
 }
 
 // Bumps counts own dispatches that the rank's records have not named yet. Other ingresses have such
@@ -151,7 +154,8 @@ func (rk *Rank) Usage() float64 {
 type View struct {
 	Now      time.Duration // monotonic, since an arbitrary origin
 	Ranks    []Rank
-	OnTheWay int // units of the app that are pending, starting, fenced, killing or in backoff
+	Rho      float64 // mean of the ranks' Rho
+	OnTheWay int     // units of the app that are pending, starting, fenced, killing or in backoff
 
 	BusyThreshold    float64 // ranks whose Usage is above it get nothing, if HasBusyThreshold
 	HasBusyThreshold bool

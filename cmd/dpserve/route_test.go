@@ -305,18 +305,22 @@ func TestRouterShowDescribesTheTimeModel(t *testing.T) {
 		"a slow rank": {
 			&client.CostModel{
 				Preset: "dense", Prefill: 1, Decode: 1, PrefillSamples: 2,
-				Ranks: []client.WorkerSpeed{fast, {Worker: "0/3", Slow: 4.96}},
+				Ranks: []client.WorkerSpeed{fast, {Worker: "0/3", Slow: 4.96, Spread: 1.5}},
 			},
 			[]string{
 				"dense preset; measured prefill 1.00 x on 2 prompts, error 0 %, last sample 0s ago",
-				"0/3 5.0 x",
+				"0/3 5.0 x (spread 1.5)",
 			},
 		},
 		"many slow ranks": {
 			&client.CostModel{
-				Preset: "dense", Ranks: slices.Repeat([]client.WorkerSpeed{{Worker: "0/3", Slow: 2}}, 9),
+				Preset: "dense",
+				Ranks:  slices.Repeat([]client.WorkerSpeed{{Worker: "0/3", Slow: 2, Spread: 1.5}}, 9),
 			},
-			[]string{"dense preset, nothing measured yet", strings.Repeat("0/3 2.0 x, ", 8) + "…"},
+			[]string{
+				"dense preset, nothing measured yet",
+				strings.Repeat("0/3 2.0 x (spread 1.5), ", 8) + "…",
+			},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {

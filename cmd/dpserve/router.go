@@ -187,7 +187,7 @@ func listSlowRanks(l *client.CostModel) string {
 			slow = append(slow, "…")
 			break
 		}
-		slow = append(slow, fmt.Sprintf("%s %.1f x", r.Worker, r.Slow))
+		slow = append(slow, fmt.Sprintf("%s %.1f x (spread %.1f)", r.Worker, r.Slow, r.Spread))
 	}
 	return strings.Join(slow, ", ")
 }

@@ -242,7 +242,8 @@ func CostModel(router *routing.Router, view *routing.View, now time.Duration) *c
 	for i := range view.Ranks {
 		if rk := &view.Ranks[i]; rk.Slow > 0 {
 			out.Ranks = append(out.Ranks, client.WorkerSpeed{
-				Worker: rk.ID.String(), Slow: rk.Slow, LagMs: float64(rk.Lag) / float64(time.Millisecond),
+				Worker: rk.ID.String(), Slow: rk.Slow, Spread: rk.SlowSpread,
+				LagMs: float64(rk.Lag) / float64(time.Millisecond),
 			})
 		}
 	}

@@ -172,6 +172,12 @@ func Mixed(rnd *rand.Rand) (prompt, output int) {
 	return prompt, 20 + int(230*rnd.ExpFloat64())
 }
 
+// Short draws prompts about as short as those of the Azure conversations: half have less than 1,000 tokens,
+// none has 8,192; and answers of 20 + Exp(200).
+func Short(rnd *rand.Rand) (prompt, output int) {
+	return int(min(900*math.Exp(.8*rnd.NormFloat64()), 8000)) + 1, 20 + int(200*rnd.ExpFloat64())
+}
+
 // Chat draws the lengths of Chats.
 func Chat(rnd *rand.Rand) (prompt, output int) {
 	return chatPrompt(rnd), 20 + int(320*rnd.ExpFloat64())
