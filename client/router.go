@@ -177,7 +177,7 @@ type RankExplanation struct {
 	Group    int    `json:"group"`
 	Rank     int    `json:"rank"`
 	Eligible bool   `json:"eligible"` // it could be picked
-	// ok | silent | full | busy | draining | not-ready | tried | unknown
+	// ok | silent | full | busy | draining | not-ready | lacking | tried | unknown
 	State string `json:"state"`
 	// the reason why it could not be picked, or only if no other rank was left
 	Why        string   `json:"why,omitempty"`

@@ -188,6 +188,8 @@ type RankStatus struct {
 	Ejected bool `json:"ejected,omitempty"`
 	// asleep or scaling: its engine says that it does not compute now, and gets no request until it does
 	Away string `json:"away,omitempty"`
+	// names of the LoRA adapters that its engine has; before it is ready, of those that it will have
+	Adapters []string `json:"adapters,omitempty"`
 
 	// of ended requests whose engine reported cached tokens
 	PromptTokens uint64 `json:"prompt_tokens,omitempty"`

@@ -15,10 +15,11 @@ const (
 )
 
 // isEligible reports whether q may go to rk: the rank is ready, not left out because its answers failed, not
-// above busy_threshold, and not tried. It does not ask for room. Every policy calls it, so busy_threshold and
-// the cap of ejected ranks hold under all policies.
+// above busy_threshold, not tried, and has what q needs. It does not ask for room. Every policy calls it, so
+// busy_threshold and the cap of ejected ranks hold under all policies.
 func isEligible(q *Request, rk *Rank) bool {
-	return rk.Serves() && !rk.Busy && (len(q.Tried) == 0 || !slices.Contains(q.Tried, rk.ID))
+	return rk.Serves() && !rk.Busy && (len(q.Tried) == 0 || !slices.Contains(q.Tried, rk.ID)) &&
+		q.fits(rk.ID)
 }
 
 // Serves reports whether rk is ready and not left out because its answers failed.
@@ -216,6 +217,7 @@ type Exclusion uint8
 const (
 	NotExcluded Exclusion = iota
 	Tried                 // in Request.Tried
+	Lacking               // not in Request.Only
 	NotReady
 	LeftOut   // ejected, and among the first of those
 	AboveBusy // its KV usage is above busy_threshold
@@ -237,6 +239,8 @@ func (v *View) Exclusions(q *Request) []Exclusion {
 			out[i] = NoRoom
 		case slices.Contains(q.Tried, rk.ID):
 			out[i] = Tried
+		case !q.fits(rk.ID):
+			out[i] = Lacking
 		case !rk.Ready:
 			out[i] = NotReady
 		case rk.LeftOut:
@@ -269,6 +273,9 @@ func queueOrReject(q *Request, v *View, d *Decision) {
 	eligible, ready, busy := false, false, false
 	for i := range v.Ranks {
 		rk := &v.Ranks[i]
+		if !q.fits(rk.ID) {
+			continue
+		}
 		ready = ready || rk.Serves()
 		eligible = eligible || isEligible(q, rk)
 		busy = busy || rk.Serves() && rk.Busy && !slices.Contains(q.Tried, rk.ID)

@@ -32,3 +32,22 @@ func TestDirectRoutesOrSaysWhyNot(t *testing.T) {
 	r.Observe(&Event{Kind: EvOnTheWay, N: 1})
 	expect(Reject, ReasonRankUnavailable, named(3)) // it may be the one that is starting
 }
+
+// A request goes to none but the ranks that have what it needs, under every policy. It waits for one that is
+// full or not ready, though others are free, and is refused where every one of them was tried.
+func TestOnlyTheRanksThatHaveWhatARequestNeeds(t *testing.T) {
+	for name, policy := range map[string]Policy{
+		"round-robin": RoundRobin{}, "random": Random{}, "two": PowerOfTwo{},
+	} {
+		r := routerWith(policy, 3, 1)
+		ask := func(id uint64, only []RankID, tried ...RankID) Decision {
+			return pick(r, Request{ID: id, Only: only, Tried: tried})
+		}
+		d := ask(1, []RankID{ID(0, 1)})
+		assert.Equal(t, []RankID{ID(0, 1)}, d.Ranked[:1], name)
+		assert.Equal(t, Queue, ask(2, []RankID{ID(0, 1)}).Kind, name) // full
+		assert.Equal(t, ReasonAllTried, ask(3, []RankID{ID(0, 1)}, ID(0, 1)).Reason, name)
+		assert.NotEqual(t, Route, ask(4, []RankID{}).Kind, name)
+		assert.Equal(t, Route, ask(5, nil).Kind, name)
+	}
+}

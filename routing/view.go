@@ -190,6 +190,8 @@ type Request struct {
 	Direct    RankID // x-dpserve-rank, if HasDirect
 	HasDirect bool
 	Tried     []RankID // never picked again
+	// the ranks that have what it needs, such as its adapter, ascending; nil: all have
+	Only []RankID
 
 	Now time.Duration // on View.Now's clock; 0 leaves the view's
 	// what ranks hold of the prompt, ascending by Rank, absent = nothing; nil without a look-up
@@ -210,6 +212,15 @@ type Request struct {
 	Priority int     // reserved: higher goes first
 	TTFTms   float64 // reserved: SLO of the first token, ms; 0 = the application's
 	TPOTms   float64 // reserved: SLO per output token, ms; 0 = the application's
+}
+
+// fits reports whether rank id has what q needs.
+func (q *Request) fits(id RankID) bool {
+	if q.Only == nil {
+		return true
+	}
+	_, found := slices.BinarySearch(q.Only, id)
+	return found
 }
 
 // source is the generator of a decision that changes nothing. next is that of the next Pick.

@@ -37,6 +37,7 @@ type fakeEngine struct {
 	asked    map[string]int
 	frozen   chan struct{} // nothing answers until this is closed; nil: it is not frozen
 	full     bool          // a probe finds no place
+	models   []engine.Model
 }
 
 // standStill holds an answer back while the engine is frozen, or as long as the caller waits.
@@ -68,6 +69,12 @@ func (f *fakeEngine) count(what string) int {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.asked[what]
+}
+
+func (f *fakeEngine) Models(context.Context) ([]engine.Model, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.models, nil
 }
 
 func (f *fakeEngine) Health(ctx context.Context) (engine.Health, error) {

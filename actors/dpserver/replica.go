@@ -336,13 +336,15 @@ func (r *replica) snapshot() *msg.Record {
 		Accepting: r.isAccepting(), Ejected: r.isEjected(), MaxOngoing: f.MaxOngoing,
 		Capacity: r.kv.cacheCapacity(), BlockSize: r.kv.knownBlockSize(), CachingOff: f.CachingOff,
 		MaxModelLen: f.MaxModelLen, Node: r.spec.Node, Target: r.spec.Target, Mailbox: r.box,
-		Open: r.account.listRequests(),
+		Adapters: f.Adapters,
+		Open:     r.account.listRequests(),
 	}}
 }
 
 func (r *replica) updateStats() {
 	r.stats.setOpen(&r.account)
-	r.stats.setState(r.state.facts.MaxOngoing, r.state.incarnation, r.isEjected(), r.away.reason())
+	r.stats.setState(r.state.facts.MaxOngoing, r.state.incarnation, r.isEjected(), r.away.reason(),
+		r.state.facts.Adapters)
 	r.kv.updateKVStats()
 }
 

@@ -4,13 +4,12 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/engine/openai"
-	"github.com/dpserve/dpserve/routing"
 )
 
 // healthMonitor checks one incarnation of an engine: does its process answer, and does it make progress while
@@ -18,6 +17,7 @@ import (
 type healthMonitor struct {
 	round         uint64 // number of this monitor: results and ticks of an earlier one are dropped
 	timer         *time.Timer
+	listedAt      time.Time // of the last check that asked for the engine's models; zero: the next one asks
 	healthPending bool      // a health check runs
 	probeSent     time.Time // of the probe that runs; zero: none runs
 	reportedBack  bool      // attach: ReplicaBack was reported, and the node's Ready has not come yet
@@ -33,6 +33,7 @@ type (
 		round  uint64
 		health engine.Health
 		err    error
+		models []engine.Model // none: it was not asked, or does not tell
 	}
 	probeResult struct {
 		sent time.Time
@@ -81,6 +82,7 @@ func (r *replica) receiveMonitor(m any) {
 			r.monitor.healthPending = false
 			if r.isMonitored() { // a result may come after the fence
 				r.onHealth(m)
+				r.noteModels(m.models)
 			}
 		}
 	case probeResult:
@@ -133,11 +135,40 @@ func (r *replica) checkHealth() {
 		return
 	}
 	r.monitor.healthPending = true
-	s, round := r.Server, r.monitor.round
+	s, m, now := r.Server, healthResult{round: r.monitor.round}, time.Now()
+	lists := now.Sub(r.monitor.listedAt) >= listPeriod && r.state.phase == phaseOpen
+	if lists {
+		r.monitor.listedAt = now
+	}
 	r.runCheck(healthTimeout(r.spec.App), func(ctx context.Context) {
-		h, err := s.engine.Health(ctx)
-		s.box.Send(healthResult{round, h, err})
+		if m.health, m.err = s.engine.Health(ctx); m.health == engine.Alive && lists {
+			limited, cancel := context.WithTimeout(ctx, listLimit)
+			defer cancel()
+			m.models, _ = s.engine.Models(limited) // not every engine tells
+		}
+		s.box.Send(m)
 	})
+}
+
+const (
+	listPeriod = 10 * time.Second // between two questions for the engine's models
+	listLimit  = time.Second      // for the answer
+)
+
+// noteModels publishes the engine's adapters if they are other ones than before.
+func (r *replica) noteModels(models []engine.Model) {
+	if r.state.phase != phaseOpen {
+		return
+	}
+	now := engine.AdaptersOf(r.spec.App, models)
+	if len(models) > 0 && !slices.Equal(now, r.state.facts.Adapters) {
+		r.state.facts.Adapters = now
+		r.stream.emit(&msg.Record{Kind: msg.RecAdapters, Adapters: now})
+		r.updateStats()
+	}
+	if r.monitor.listedAt.IsZero() { // they have changed while the engine was asked
+		r.checkHealth()
+	}
 }
 
 // onHealth fences at once on a 503 or a refused connection. A timeout or an odd status is reported to the
@@ -347,7 +378,10 @@ func (r *replica) onControlled(effect openai.Effect) {
 		r.checkHealth()
 	case openai.ClearsCache:
 		r.recorder.box.Send(engineSlept{})
-	case openai.NoEffect, openai.ChangesModels:
+	case openai.ChangesModels:
+		r.monitor.listedAt = time.Time{}
+		r.checkHealth()
+	case openai.NoEffect:
 	}
 }
 
@@ -389,163 +423,6 @@ func (r *replica) holdBack(holds bool, by suspicion) {
 	r.log.Info("engine seems to hang: the rank takes no further request", slog.String("cause",
 		r.monitor.gate.suspicions[by].cause))
 	r.publishState("suspected")
-}
-
-// scrape polls the engine's /metrics every Timers.Scrape while something needs them: routing reads the KV
-// usage, this rank detects that an engine with events was restarted or put to sleep, or waits until one that
-// sleeps is awake, and engines of a prefill or decode pool count their transfers.
-type scrape struct {
-	isActive  bool
-	isPending bool
-	timer     *time.Timer
-	hasLast   bool // last is a report of this incarnation
-	last      engine.Counters
-	suspect   *engine.Counters // a report that looks like another process's; the next report decides
-	published msg.Status       // the report that the stream had last
-	missed    int              // failed reads in a row
-}
-
-// maxMissedScrapes is how many reads in a row may fail before the last report is dropped. Otherwise a usage
-// above busy_threshold would keep requests away without end.
-const maxMissedScrapes = 5
-
-// Messages of the scrape; round is that of the health monitor.
-type (
-	scrapeTimer  struct{ round uint64 }
-	scrapeResult struct{ counterRead }
-)
-
-// needsScrape says whether anything reads the report.
-func (r *replica) needsScrape() bool {
-	if r.state.phase != phaseOpen && r.state.phase != phaseDraining {
-		return false
-	}
-	return r.state.eventSource != nil || r.app.Routing.BusyThreshold != nil || r.app.Pool != "" ||
-		r.away.byCounters
-}
-
-// policyNeeds is what the application's policy reads. An unknown policy reads nothing; deploy refuses it.
-func policyNeeds(a *app.Application) routing.Needs {
-	p, err := a.Routing.NewPolicy()
-	if err != nil {
-		return routing.Needs{}
-	}
-	return routing.NeedsOf(p)
-}
-
-// refreshRouting loads the current routing settings of the application, with every tick of the health
-// monitor.
-func (r *replica) refreshRouting() {
-	r.app = r.currentApplication()
-	if !r.scrape.isActive && r.needsScrape() {
-		r.scrape.isActive = true
-		r.startScrape()
-	}
-	r.kv.sendSettings()
-}
-
-// startScrape reads /metrics beside the actor, one read at a time, and sets the timer for the next.
-func (r *replica) startScrape() {
-	r.scrape.timer = r.sendAfter(r.timers.Scrape, scrapeTimer{r.monitor.round})
-	if r.scrape.isPending {
-		return
-	}
-	r.scrape.isPending = true
-	r.readEngine(func(c counterRead) any { return scrapeResult{c} })
-}
-
-func (r *replica) onScrapeTick(m scrapeTimer) {
-	if m.round != r.monitor.round {
-		return
-	}
-	if r.scrape.isActive = r.needsScrape(); r.scrape.isActive {
-		r.startScrape()
-	}
-}
-
-func (r *replica) onScraped(m scrapeResult) {
-	r.scrape.isPending = false // there is never more than one read
-	if m.round != r.monitor.round || r.state.phase != phaseOpen && r.state.phase != phaseDraining {
-		return
-	}
-	if m.err != nil {
-		r.countMissedScrape()
-		return
-	}
-	r.scrape.missed = 0
-	r.noteRead(m.counterRead)
-	if r.scrape.hasLast && m.counters.Restarted(r.scrape.last) && !r.spec.Target.Owned {
-		r.suspectRestart(m.counters)
-		return
-	}
-	slept := m.counters.Asleep && !r.scrape.last.Asleep
-	r.noteTransfers(&m.counters.Transfers)
-	r.scrape.hasLast, r.scrape.last, r.scrape.suspect = true, m.counters, nil
-	r.updateFacts(&m.counters)
-	r.publishStatus(&m.counters)
-	if slept { // a sleeping engine has freed its KV cache, and publishes no event about it
-		r.recorder.box.Send(engineSlept{})
-	}
-	r.kv.updateKVStats()
-}
-
-// countMissedScrape counts a failed read. After maxMissedScrapes the stream says that the KV usage is not
-// known.
-func (r *replica) countMissedScrape() {
-	if r.scrape.missed++; r.scrape.missed != maxMissedScrapes {
-		return
-	}
-	if r.scrape.last.HasKVUsage {
-		r.log.Info("the engine's KV usage is not known any more: its metrics do not answer",
-			slog.Int("missed", maxMissedScrapes))
-	}
-	r.publishStatus(&engine.Counters{Transfers: r.scrape.last.Transfers})
-}
-
-// noteTransfers keeps what the engine counts of transfers. A late read is an alarm: the text of that request
-// may be wrong, and the decode rank has the wrong blocks in its prefix cache.
-func (r *replica) noteTransfers(t *engine.Transfers) {
-	late := t.LateReads - r.scrape.last.Transfers.LateReads
-	if r.scrape.hasLast && late > 0 {
-		r.log.Warn("decode ranks have read prompts of this prefill rank after their lease: "+
-			"their texts may be wrong", slog.Float64("prompts", late))
-	}
-	r.stats.setTransfers(*t)
-}
-
-// suspectRestart handles a report that looks like another process's. The rank believes it when two reports in
-// a row agree with each other: a URL in front of several processes would give a different report each time.
-func (r *replica) suspectRestart(c engine.Counters) {
-	if r.scrape.suspect == nil || c.Restarted(*r.scrape.suspect) {
-		r.scrape.suspect = &c
-		return
-	}
-	r.restartIncarnation("its counters began anew", true)
-}
-
-// updateFacts takes over the facts that the node could not know when it opened the rank.
-func (r *replica) updateFacts(c *engine.Counters) {
-	f := &r.state.facts
-	if c.Blocks > 0 {
-		f.Blocks = c.Blocks
-	}
-	if c.BlockSize > 0 {
-		f.BlockSize = c.BlockSize
-	}
-	r.kv.sendSettings()
-}
-
-func (r *replica) publishStatus(c *engine.Counters) {
-	st := msg.Status{
-		KVUsage: c.KVUsage, HasKVUsage: c.HasKVUsage, Capacity: r.kv.cacheCapacity(),
-		BlockSize: r.kv.knownBlockSize(), LateReads: int64(c.Transfers.LateReads),
-	}
-	if st == r.scrape.published {
-		return
-	}
-	r.scrape.published = st
-	r.rec = msg.Record{Kind: msg.RecStatus, Status: st}
-	r.stream.emit(&r.rec)
 }
 
 // busy keeps the rank full for a while after the engine answered engine_busy.

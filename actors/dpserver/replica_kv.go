@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"reflect"
 	"strings"
 	"time"
 
@@ -226,12 +227,14 @@ func (k *replicaKV) beginStream(isLost bool) {
 }
 
 func (k *replicaKV) currentSettings() recorderSettings {
-	return recorderSettings{facts: k.r.state.facts, sent: k.sentOptions(), isLive: k.health.isLive}
+	facts := k.r.state.facts
+	facts.Adapters = nil // the record does not depend on them
+	return recorderSettings{facts: facts, sent: k.sentOptions(), isLive: k.health.isLive}
 }
 
 // sendSettings tells the recorder what the record depends on, if it has changed.
 func (k *replicaKV) sendSettings() {
-	if now := k.currentSettings(); now != k.settings {
+	if now := k.currentSettings(); !reflect.DeepEqual(now, k.settings) {
 		k.settings = now
 		k.r.recorder.box.Send(now)
 	}

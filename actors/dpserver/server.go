@@ -37,6 +37,7 @@ type Engine interface {
 	Health(ctx context.Context) (engine.Health, error)
 	Probe(ctx context.Context, model string) error
 	Counters(ctx context.Context) (engine.Counters, error)
+	Models(ctx context.Context) ([]engine.Model, error)
 }
 
 // Factory makes the DPServers of one node.
@@ -75,7 +76,10 @@ func (f *Factory) New(spec msg.ReplicaSpec) (*Server, error) {
 			slog.Int("rank", spec.Rank), slog.Uint64("epoch", spec.Epoch)),
 		spec: spec, engine: f.NewEngine(&spec), id: routing.ID(spec.Group, spec.Rank), hasher: f.hasher(),
 		createdAt: time.Now(), ctx: ctx, cancel: cancel, drained: make(chan struct{}),
-		state: actorState{subscriptionID: firstSubscription, eventSource: spec.Events},
+		state: actorState{
+			subscriptionID: firstSubscription, eventSource: spec.Events,
+			facts: msg.Facts{Adapters: engine.AdaptersOf(spec.App, nil)}, // until its engine is known
+		},
 	}
 	s.orphans.post = func(m any) { s.box.Send(m) }
 	s.stream.identity = msg.Record{App: spec.App.PoolName(), Unit: spec.Unit, Rank: s.id, Epoch: spec.Epoch}

@@ -25,6 +25,7 @@ type stats struct {
 	incarnation uint64
 	ejected     bool
 	away        string
+	adapters    []string
 	requests    uint64
 	tokens      uint64
 	buckets     [rateWindow]secondTokens
@@ -99,10 +100,13 @@ type secondTokens struct {
 	tokens int
 }
 
-func (s *stats) setState(maxOngoing int, incarnation uint64, ejected bool, away string) {
+func (s *stats) setState(maxOngoing int, incarnation uint64, ejected bool, away string,
+	adapters []string,
+) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.maxOngoing, s.incarnation, s.ejected, s.away = maxOngoing, incarnation, ejected, away
+	s.adapters = adapters // replaced as a whole
 }
 
 func (s *stats) setOpen(a *account) {
@@ -155,7 +159,7 @@ func (s *stats) status(now time.Time) client.RankStatus {
 		MaxOngoing: s.maxOngoing, InFlight: s.open, Requests: s.requests, Tokens: s.tokens,
 		TokensPerS:   s.rate(now),
 		PromptTokens: s.hits.prompt, CachedTokens: s.hits.cached, HitRate: s.hits.rate(), Ejected: s.ejected,
-		Away: s.away,
+		Away: s.away, Adapters: s.adapters,
 	}
 	if s.hasKV {
 		kv := s.kv // setKV gets a new Events each time

@@ -53,7 +53,7 @@ func (f *follower) apply(rec *msg.Record) {
 		require.True(f.t, known)
 		delete(f.open, rec.ReqID)
 	case msg.RecSnapshot, msg.RecState, msg.RecGone, msg.RecStatus, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd,
-		msg.RecSilent:
+		msg.RecSilent, msg.RecAdapters:
 	}
 }
 
@@ -223,7 +223,9 @@ func (discardSink) Deliver(*msg.Record) {}
 type healthyEngine struct{}
 
 func (healthyEngine) Health(context.Context) (engine.Health, error) { return engine.Alive, nil }
-func (healthyEngine) Probe(context.Context, string) error           { return nil }
+
+func (healthyEngine) Models(context.Context) ([]engine.Model, error) { return nil, nil }
+func (healthyEngine) Probe(context.Context, string) error            { return nil }
 func (healthyEngine) Counters(context.Context) (engine.Counters, error) {
 	return engine.Counters{}, nil
 }

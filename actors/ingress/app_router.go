@@ -32,6 +32,7 @@ type appRouter struct {
 
 	policyInputs atomic.Pointer[policyInputs] // nil as revision
 	cachingOff   atomic.Bool                  // every ready rank runs without prefix caching
+	adapters     atomic.Pointer[adapterRanks] // of the engines; nil before any has one
 	blockTokens  atomic.Int32                 // tokens per KV block of most ranks; 0: unknown
 	decisions    decisionLog                  // for replays
 
@@ -536,6 +537,7 @@ func (ar *appRouter) describeRequest(q *routing.Request, p *prompt) {
 	q.Released = p.isReleased
 	q.Priority, q.TTFTms, q.TPOTms = p.priority, p.ttftMs, p.tpotMs
 	q.Session, q.Adapter, q.Text = p.session, p.adapter, p.text
+	q.Only = ar.ranksWith(p.adapter)
 	q.Blocks, q.BlockSize, q.Hits = nil, 0, nil
 	if len(p.blocks) > 0 {
 		q.Blocks, q.BlockSize = p.blocks, max(p.spanTokens(1), 1)
@@ -576,14 +578,6 @@ func (ar *appRouter) anyReadyRank(but []dispatch.Excluded) *rank {
 func (ar *appRouter) modelID() string {
 	if spec := ar.revision.Load(); spec != nil {
 		return spec.app.Model.ID
-	}
-	return ""
-}
-
-// adapterOf is the LoRA adapter that a model name selects; "" for none.
-func (ar *appRouter) adapterOf(model []byte) string {
-	if spec := ar.revision.Load(); spec != nil {
-		return spec.adapters[string(model)]
 	}
 	return ""
 }

@@ -160,6 +160,8 @@ func (ar *appRouter) applyRecord(r *rank, rec *msg.Record) {
 		ar.applyState(r, rec)
 	case msg.RecStatus:
 		ar.applyStatus(r, rec)
+	case msg.RecAdapters:
+		ar.setAdapters(r, rec.Adapters)
 	case msg.RecKVBegin:
 		if rec.KV.Tier == kvindex.GPU {
 			ar.setBlockSize(r, rec.KV.BlockSize, true)
@@ -190,10 +192,12 @@ func (ar *appRouter) applySnapshot(rec *msg.Record) {
 		if r != nil {
 			r.failPendingAttempts()
 			ar.clearFull(r)
+			fresh.adapters = r.adapters // until the snapshot's are stored
 		}
 		r = fresh
 		ar.ranks[rec.Rank] = r
 	}
+	ar.setAdapters(r, rec.Snapshot.Adapters)
 	r.accepting, r.busy, r.away = rec.Snapshot.Accepting, rec.Cause == msg.CauseScaling, rec.Cause
 	r.maxOngoing, r.seq, r.silent = rec.Snapshot.MaxOngoing, rec.Seq, false
 	r.heard = r.heard || r.accepting || rec.Snapshot.Ejected
@@ -401,6 +405,9 @@ func (ar *appRouter) applyLoad(r *rank, rec *msg.Record) {
 // So requests keep waiting until the replicated state says that its unit is not ready.
 func (ar *appRouter) removeRank(r *rank) {
 	delete(ar.ranks, r.ID)
+	if len(r.adapters) > 0 {
+		ar.listAdapters()
+	}
 	if !r.draining && ar.isReady(r) {
 		ar.noteFenced(r, "")
 		ar.failFenced(r, false) // the node may be gone: this says nothing about the engine

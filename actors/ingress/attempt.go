@@ -184,7 +184,7 @@ func (req *request) hasActed(kind dispatch.EventKind, why dispatch.Cause) bool {
 func (req *request) newAsk(life context.Context, rk *rank) *rankleg.Request {
 	q := &rankleg.Request{
 		Rank: rk.Rank, Route: req.route, Target: req.target, Header: req.header, Body: req.engineBody,
-		IsPlain: req.scan.IsPlain,
+		IsPlain: req.scan.IsPlain, Model: req.prompt.engineName,
 	}
 	if req.route == openai.NoRoute || req.route.Computes() {
 		q.Admit = req.newAdmit(life, rk)

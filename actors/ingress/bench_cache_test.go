@@ -59,7 +59,7 @@ func newDecider(tb testing.TB, policy string, route openai.Route, prompts int) *
 	b.scans = make([]openai.Body, len(b.bodies))
 	for i, body := range b.bodies {
 		require.NoError(tb, b.scans[i].Scan(route, body))
-		require.Nil(tb, b.p.fromBody(context.Background(), b.router, route, &b.scans[i], body, b.header))
+		require.Nil(tb, b.p.fromBody(context.Background(), b.router, route, "", &b.scans[i], body, b.header))
 		for k, r := range g.feed.replicas {
 			blocks := b.p.blocks
 			if k != i%8 {
@@ -77,7 +77,7 @@ func newDecider(tb testing.TB, policy string, route openai.Route, prompts int) *
 func (b *decider) step() {
 	i := b.n % len(b.bodies)
 	b.n++
-	if b.p.fromBody(context.Background(), b.router, b.route, &b.scans[i], b.bodies[i], b.header) != nil {
+	if b.p.fromBody(context.Background(), b.router, b.route, "", &b.scans[i], b.bodies[i], b.header) != nil {
 		panic("refused")
 	}
 	b.q.ID++

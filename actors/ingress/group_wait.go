@@ -59,7 +59,7 @@ func (req heldRequest) poolWait() poolWait {
 func (req poolWait) isWanted() bool {
 	return req.picks == 1 && req.hold == nil && req.why == nil && !req.prompt.hasDirect &&
 		req.pool.groups.rule.Load() != nil && req.route.Generates() &&
-		search{req.request}.restriction() == unrestricted
+		req.pool.isEverywhere(req.prompt.adapter) && search{req.request}.restriction() == unrestricted
 }
 
 // pick waits until the owner of a group's queue names a rank, and takes it. isHeld is false if no

@@ -64,7 +64,14 @@ func (s *routeScope) find(model string, k *apikeys.Key) *appRoute {
 	if !k.Allows(model) {
 		return nil
 	}
-	return s.models[model]
+	e := s.models[model]
+	switch {
+	case e == nil:
+		return s.findAdapter(model)
+	case e.router.isNowhere(model):
+		return nil
+	}
+	return e
 }
 
 // namesFor returns the served names that a key may use, sorted.

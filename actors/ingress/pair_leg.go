@@ -261,7 +261,7 @@ func (s legRunner) prefillLeg(l *pairLeg, cmd *dispatch.Command) (res result, pa
 	body := fields.AppendPrefill(mem.b, &s.body)
 	q := &rankleg.Request{
 		Rank: l.rank.Rank, Route: s.req.route, Header: s.engineHeader(l.side, id), Body: body, IsHeld: true,
-		FirstToken: s.pair.config.PrefillLimit,
+		FirstToken: s.pair.config.PrefillLimit, Model: s.req.prompt.engineName,
 	}
 	if s.pair.config.Order != dispatch.PrefillFirst {
 		q.Guard = &rankleg.Guard{} // an engine must not meet its fields twice
@@ -383,6 +383,7 @@ func (s legRunner) decodeLeg(l *pairLeg, cmd *dispatch.Command) result {
 	req := s.req
 	q := &rankleg.Request{
 		Rank: l.rank.Rank, Route: req.route, Header: req.header, Body: req.engineBody, IsHeld: true,
+		Model: req.prompt.engineName,
 	}
 	if !cmd.IsRemote {
 		s.way = dispatch.WayFallback

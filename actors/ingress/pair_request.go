@@ -135,8 +135,8 @@ func (s *split) readPrompt() *failure {
 			blocks: req.prompt.blocks, matches: mine.matches[:0], hits: mine.hits[:0],
 		}
 		s.prompt.lookedUp = false
-	} else if f := s.prompt.fromBody(req.r.Context(), prefill, req.route, &req.scan, req.body.b,
-		req.r.Header); f != nil {
+	} else if f := s.prompt.fromBody(req.r.Context(), prefill, req.route, req.prompt.adapter, &req.scan,
+		req.body.b, req.r.Header); f != nil {
 		return f
 	}
 	s.prompt.hasDirect = false // x-dpserve-rank names the decode rank

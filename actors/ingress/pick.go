@@ -211,10 +211,11 @@ func (req search) doubtsUnit() (isDoubtful, isOver bool) {
 }
 
 // restriction is equal for requests that may use the same ranks. It depends on the incarnations that failed
-// or refused the request and on the rank that it names.
+// or refused the request, on the rank that it names, and on its adapter if only some ranks have it.
 func (req search) restriction() uint64 {
 	excluded := req.excluded(dispatch.Decode)
-	if len(excluded) == 0 && !req.prompt.hasDirect {
+	isEverywhere := req.app.router.isEverywhere(req.prompt.adapter)
+	if len(excluded) == 0 && !req.prompt.hasDirect && isEverywhere {
 		return unrestricted
 	}
 	var sum uint64 // the order of the attempts does not matter
@@ -223,6 +224,9 @@ func (req search) restriction() uint64 {
 	}
 	if req.prompt.hasDirect {
 		sum += maphash.Comparable(restrictionSeed, req.prompt.direct)
+	}
+	if !isEverywhere {
+		sum += maphash.String(restrictionSeed, req.prompt.adapter)
 	}
 	return max(sum, unrestricted+1)
 }
@@ -277,7 +281,7 @@ func (req search) waitForRank(ctx context.Context, decide chooser) (rk *rank, ha
 				req.failure = f
 				return nil, true
 			}
-			ar.queue.yield(req.waiter)
+			ar.queue.yield(req.waiter, req.restriction())
 			timeout.Reset(time.Until(req.nextDue()))
 		}
 		select {
@@ -318,7 +322,11 @@ func (req search) noRankInTime(left time.Duration) *failure {
 // noReadyRank says that no rank is ready, and why.
 func (req search) noReadyRank(retryAfter int) *failure {
 	ar := req.app.router
-	return newFailure(openai.CodeNoReadyRank, "no rank of this application is ready"+ar.whyNotReady()+
+	what := "of this application"
+	if req.prompt.adapter != "" {
+		what = "that has the adapter " + clipped([]byte(req.prompt.adapter))
+	}
+	return newFailure(openai.CodeNoReadyRank, "no rank "+what+" is ready"+ar.whyNotReady()+
 		"; see `dpserve status`").withRetryAfter(min(max(retryAfter, ar.retryAfter()), maxRetryAfter))
 }
 

@@ -25,8 +25,10 @@ type prompt struct {
 	tokens    int
 	estimated bool
 	adapter   string
-	session   string
-	text      []byte // canonical, after a salt if there is one; nil if the policy does not read it
+	// the engines' name of the adapter, where the client has written another one; else ""
+	engineName string
+	session    string
+	text       []byte // canonical, after a salt if there is one; nil if the policy does not read it
 
 	unit     kvindex.Unit // of blocks; 0: there are none
 	size     int          // of a block, in its unit; of a text's first blocks
@@ -101,9 +103,10 @@ func keepMemory[T any](s []T, most int) []T {
 }
 
 // fromBody fills the prompt from a request: its header, and its body as scanned. The failure is about an
-// invalid header. ctx ends the wait for a tokenizer.
-func (p *prompt) fromBody(ctx context.Context, ar *appRouter, route openai.Route, scan *openai.Body,
-	body []byte, h http.Header,
+// invalid header. adapter is the LoRA adapter that the request is for, "" for none. ctx ends the wait for a
+// tokenizer.
+func (p *prompt) fromBody(ctx context.Context, ar *appRouter, route openai.Route, adapter string,
+	scan *openai.Body, body []byte, h http.Header,
 ) *failure {
 	p.reset()
 	if f := p.parse(h); f != nil {
@@ -113,12 +116,14 @@ func (p *prompt) fromBody(ctx context.Context, ar *appRouter, route openai.Route
 	if scan.PromptTokens < 0 {
 		p.tokens, p.estimated = ar.estimates.tokens[route].PromptTokens(scan), true
 	}
+	if p.adapter = adapter; adapter != "" {
+		p.engineName = ar.revision.Load().engineName(p.adapter, string(scan.Model))
+	}
 	if !route.Computes() {
 		p.tokens, p.estimated = 0, false
 		return nil // it computes no prompt and changes no cache
 	}
 	r := ar.inputs()
-	p.adapter = ar.adapterOf(scan.Model)
 	if r.needs.Session {
 		p.session = sessionOf(h, scan.User)
 	}

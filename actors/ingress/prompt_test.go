@@ -45,7 +45,8 @@ func readPrompt(t require.TestingT, ar *appRouter, route openai.Route, body stri
 		h.Set(header[i], header[i+1])
 	}
 	p := &prompt{}
-	require.Nil(t, p.fromBody(context.Background(), ar, route, &scan, []byte(body), h))
+	adapter := ar.adapterOf(scan.Model)
+	require.Nil(t, p.fromBody(context.Background(), ar, route, adapter, &scan, []byte(body), h))
 	return p
 }
 

@@ -225,14 +225,15 @@ func (f *requestQueue) hasTurn(w *waiter) bool {
 	return f.turn == w
 }
 
-// yield passes the turn on: w has asked the Router and there is no rank for it.
-func (f *requestQueue) yield(w *waiter) {
+// yield passes the turn on: w has asked the Router and there is no rank for it. restriction is w's by now:
+// ranks may have got or lost what it needs while it waited.
+func (f *requestQueue) yield(w *waiter, restriction uint64) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.turn != w {
 		return
 	}
-	f.turn = nil
+	f.turn, w.restriction = nil, restriction
 	if f.freed {
 		f.reopen()
 	} else if w.restriction == unrestricted {

@@ -30,17 +30,30 @@ type queueModel struct {
 	f      *requestQueue
 	order  []*waiter
 	banned map[*waiter]map[int]bool // ranks that a waiter may not use
+	needs  map[*waiter]int          // the adapter that a waiter needs; 0: none
+	lacks  [3][]int                 // the ranks that lack an adapter, by adapter
 	places []int                    // free ones, by rank
 }
 
 // usable is the first rank with a place that w may use, -1 if there is none.
 func (m *queueModel) usable(w *waiter) int {
 	for rank, free := range m.places {
-		if free > 0 && !m.banned[w][rank] {
+		if free > 0 && !m.banned[w][rank] && !slices.Contains(m.lacks[m.needs[w]], rank) {
 			return rank
 		}
 	}
 	return -1
+}
+
+// restriction is w's by now. It has an adapter only while some ranks lack it.
+func (m *queueModel) restriction(w *waiter) (sum uint64) {
+	for rank := range m.banned[w] {
+		sum |= 1 << rank
+	}
+	if adapter := m.needs[w]; len(m.lacks[adapter]) > 0 {
+		sum |= uint64(adapter) << len(m.places)
+	}
+	return sum
 }
 
 // enter makes a waiter that has failed on the banned ranks.
@@ -48,11 +61,12 @@ func (m *queueModel) enter(banned []int) *waiter {
 	w := newWaiter()
 	w.client = rapid.Uint64Range(1, 3).Draw(m.t, "client")
 	w.tokens = rapid.OneOf(rapid.Int64Range(0, 9), rapid.Just(int64(40))).Draw(m.t, "tokens")
+	m.needs[w] = rapid.IntRange(0, len(m.lacks)-1).Draw(m.t, "adapter")
 	m.banned[w] = map[int]bool{}
 	for _, rank := range banned {
 		m.banned[w][rank] = true
-		w.restriction |= 1 << rank
 	}
+	w.restriction = m.restriction(w)
 	return w
 }
 
@@ -100,7 +114,7 @@ func (m *queueModel) settle() {
 		}
 		rank := m.usable(w)
 		if rank < 0 {
-			m.f.yield(w)
+			m.f.yield(w, m.restriction(w))
 			continue
 		}
 		for _, before := range m.order[:slices.Index(m.order, w)] {
@@ -120,13 +134,14 @@ func (m *queueModel) remove(w *waiter) {
 }
 
 // RP1, RP40, RP40b: whatever requests wait for, whenever a rank has room and a waiting request may use it, a
-// request is routed; and no request overtakes one that could have had the place.
+// request is routed, also after ranks have got or lost an adapter; and no request overtakes one that could
+// have had the place.
 func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		const ranks, maxN, maxTokens = 3, 6, int64(30)
 		m := &queueModel{
 			t: t, f: &requestQueue{}, banned: map[*waiter]map[int]bool{},
-			places: make([]int, ranks),
+			places: make([]int, ranks), needs: map[*waiter]int{},
 		}
 		tokens := func() (n int64) {
 			for _, w := range m.order {
@@ -134,9 +149,9 @@ func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 			}
 			return n
 		}
-		drawBanned := func() []int {
+		drawRanks := func() []int {
 			return rapid.SliceOfNDistinct(rapid.IntRange(0, ranks-1), 0, ranks-1, rapid.ID[int]).Draw(
-				t, "banned")
+				t, "ranks")
 		}
 		t.Repeat(map[string]func(*rapid.T){
 			"join": func(t *rapid.T) {
@@ -160,7 +175,7 @@ func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 				m.settle()
 			},
 			"rejoin": func(*rapid.T) {
-				w := m.enter(drawBanned())
+				w := m.enter(drawRanks())
 				m.order = append([]*waiter{w}, m.order...)
 				m.f.rejoin(w)
 				m.settle()
@@ -177,6 +192,11 @@ func TestNoWaiterBlocksAnotherThatCouldBeRouted(t *testing.T) {
 				if w := m.f.turn; w != nil {
 					m.remove(w)
 				}
+				m.settle()
+			},
+			"load and unload": func(t *rapid.T) {
+				m.lacks[rapid.IntRange(1, len(m.lacks)-1).Draw(t, "of adapter")] = drawRanks()
+				m.f.room()
 				m.settle()
 			},
 			"done": func(t *rapid.T) {

@@ -59,6 +59,7 @@ type engineFacts struct {
 	blockSize      int  // tokens per KV block; 0: unknown
 	sizeFromEvents bool // its KV events use blockSize
 	maxModelLen    int  // tokens of a request and its answer; 0: unknown
+	adapters       []string
 	hasStatus      bool // its engine has reported a status
 	lateReads      int64
 }

@@ -216,7 +216,7 @@ func (req *request) findApp(s *routeScope) *failure {
 	if req.app = s.find(string(model), key); req.app != nil {
 		return nil
 	}
-	if s.models[string(model)] != nil {
+	if s.models[string(model)] != nil && !key.Allows(string(model)) {
 		req.in.access.Refused(telemetry.KeyModel)
 	}
 	return unknownModel(model, s, key)
@@ -242,8 +242,9 @@ func (req *request) prepare() *failure {
 		req.promptMem = &promptMemory{}
 	}
 	req.prompt.promptMemory = *req.promptMem
-	if f := req.prompt.fromBody(req.r.Context(), req.app.router, req.route, &req.scan, req.body.b,
-		req.r.Header); f != nil {
+	ar := req.app.router
+	if f := req.prompt.fromBody(req.r.Context(), ar, req.route, ar.adapterOf(req.scan.Model), &req.scan,
+		req.body.b, req.r.Header); f != nil {
 		return f
 	}
 	req.goHome()

@@ -175,7 +175,8 @@ type replica struct {
 	ejects      bool // five failures in a row eject it, for good
 	failures    int  // in a row
 	ejected     bool
-	busy        bool   // its engine said so, and for how long
+	busy        bool // its engine said so, and for how long
+	adapters    []string
 	demands     []bool // what it was told of waiting requests
 	held        []*msg.Admit
 }
@@ -330,7 +331,7 @@ func (r *replica) publish() {
 func (r *replica) snapshot() {
 	s := &msg.Snapshot{
 		Accepting: r.accepting, Ejected: r.ejected, MaxOngoing: r.max, MaxModelLen: r.length,
-		Node: cmp.Or(r.node, "n1"), Target: r.target(), Mailbox: r,
+		Node: cmp.Or(r.node, "n1"), Target: r.target(), Mailbox: r, Adapters: r.adapters,
 	}
 	for _, m := range r.open {
 		s.Open = append(s.Open, msg.OpenRequest{ReqID: m.ReqID, Ingress: m.Ingress, Tokens: m.Tokens})

@@ -100,7 +100,7 @@ func (q *inquiry) readQueryBody(c *client.Query) error {
 	if err := checkModel(ar, string(q.scan.Model)); q.scan.HasModel && err != nil {
 		return err
 	}
-	f := q.prompt.fromBody(q.r.Context(), ar, q.route, &q.scan, body, q.r.Header)
+	f := q.prompt.fromBody(q.r.Context(), ar, q.route, ar.adapterOf(q.scan.Model), &q.scan, body, q.r.Header)
 	if f == nil {
 		if home := q.in.responses.get(string(q.scan.Previous)); ar.hasIncarnation(home) {
 			q.home = home
@@ -155,7 +155,8 @@ func (q *inquiry) recall(e *decisionRecord) {
 
 // checkModel checks a model's name; "" is the application's own.
 func checkModel(ar *appRouter, model string) error {
-	if names := ar.revision.Load().names; model != "" && !slices.Contains(names, model) {
+	names := ar.revision.Load().names
+	if model != "" && !slices.Contains(names, model) && ar.adapterOf([]byte(model)) == "" {
 		return problem.New(problem.NotFound, "app %s does not serve the model %q", ar.name,
 			clipped([]byte(model))).WithHint("it serves %s", joinNames(names))
 	}

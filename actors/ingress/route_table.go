@@ -68,6 +68,7 @@ type routeScope struct {
 	names  []string             // sorted; listed by /v1/models and in the answer to an unknown model
 	only   *appRoute            // the application, if there is exactly one
 	apps   []string             // names of the applications
+	routes []*appRoute          // of the applications, by name
 }
 
 func newRouteScope() *routeScope { return &routeScope{models: map[string]*appRoute{}} }
@@ -77,11 +78,17 @@ func (s *routeScope) add(e *appRoute) {
 		s.models[name] = e
 		s.names = append(s.names, name)
 	}
-	s.apps = append(s.apps, e.app.Name)
+	s.apps, s.routes = append(s.apps, e.app.Name), append(s.routes, e)
 	s.only = e
 	if len(s.apps) > 1 {
 		s.only = nil
 	}
+}
+
+func (s *routeScope) sort() {
+	sort.Strings(s.names)
+	sort.Strings(s.apps)
+	sort.Slice(s.routes, func(i, j int) bool { return s.routes[i].app.Name < s.routes[j].app.Name })
 }
 
 func newRouteTable() *routeTable {
@@ -107,11 +114,9 @@ func (t *routeTable) add(e *appRoute) {
 // seal sorts the names that answers list.
 func (t *routeTable) seal() {
 	for _, s := range t.prefixed {
-		sort.Strings(s.names)
-		sort.Strings(s.apps)
+		s.sort()
 	}
-	sort.Strings(t.root.names)
-	sort.Strings(t.root.apps)
+	t.root.sort()
 	sort.Slice(t.prefixes, func(i, j int) bool { return len(t.prefixes[i]) > len(t.prefixes[j]) })
 }
 

@@ -283,14 +283,16 @@ func modelOf(name string, e *appRoute) model {
 	return m
 }
 
-// listModels answers from the route table; no engine is asked.
+// listModels answers from the route table and the ranks' streams; no engine is asked.
 func (h surface) listModels(w http.ResponseWriter, r *http.Request, s *routeScope) {
 	out := struct {
 		Object string  `json:"object"`
 		Data   []model `json:"data"`
 	}{Object: "list", Data: []model{}}
-	for _, name := range s.namesFor(keyOf(r)) {
-		out.Data = append(out.Data, modelOf(name, s.models[name]))
+	for _, name := range slices.Concat(s.names, s.loadedAdapters()) {
+		if e := s.find(name, keyOf(r)); e != nil {
+			out.Data = append(out.Data, modelOf(name, e))
+		}
 	}
 	h.answerJSON(w, r, out)
 }

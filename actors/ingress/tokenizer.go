@@ -210,6 +210,7 @@ func (t *tokenizer) tokenize(ctx context.Context, p *prompt, h http.Header) erro
 func (t *tokenizer) ask(ctx context.Context, rk *rank, p *prompt, h http.Header) (*http.Response, error) {
 	q := &rankleg.Request{
 		Rank: rk.Rank, Route: openai.Tokenize, Header: h, Body: p.tokenizeBody, FirstToken: tokenizeTime,
+		Model: p.engineName,
 	}
 	resp, reply, err := rk.asker.Ask(ctx, q)
 	if err == nil && reply.Refusal != msg.Granted {

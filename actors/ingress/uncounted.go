@@ -37,7 +37,7 @@ func (req search) pickUncounted(ctx context.Context, pays bool) (rk *rank, hasWa
 			return nil, false
 		}
 	}
-	rk, freed := ar.uncounted.take(ar, tried, names)
+	rk, freed := ar.uncounted.take(ar, tried, names, req.prompt.adapter)
 	if freed != nil {
 		if rk = req.waitUncounted(ctx, freed, tried, names); rk == nil && req.failure != nil {
 			return nil, true
@@ -83,7 +83,7 @@ func (req search) waitUncounted(ctx context.Context, freed <-chan struct{}, but 
 			req.failure = finalFailure(&result{cause: contextCause(ctx)})
 			return nil
 		}
-		if rk, freed = ar.uncounted.take(ar, but, names); freed == nil {
+		if rk, freed = ar.uncounted.take(ar, but, names, req.prompt.adapter); freed == nil {
 			req.failure = nil
 			return rk
 		}
@@ -113,15 +113,16 @@ func (p *uncountedPlace) leave() {
 
 // take takes a place for a request without a ticket on a ready rank that is in none of but, and on
 // none but the named one. If only the places are missing, freed is closed when there may be one.
-func (u *uncountedWaiters) take(ar *appRouter, but []dispatch.Excluded, names *routing.RankID) (
-	rk *rank, freed <-chan struct{},
-) {
+func (u *uncountedWaiters) take(ar *appRouter, but []dispatch.Excluded, names *routing.RankID,
+	adapter string,
+) (rk *rank, freed <-chan struct{}) {
 	ar.mu.Lock()
 	defer ar.mu.Unlock()
 	isFull := false
 	for _, r := range ar.ranks { // map order is random, so the requests are spread
 		switch {
 		case !r.publishedReady, names != nil && r.ID != *names,
+			adapter != "" && !slices.Contains(r.adapters, adapter),
 			slices.ContainsFunc(but, func(x dispatch.Excluded) bool { return x.Rank == r.ref() }):
 		case r.uncounted >= uncountedPerRank:
 			isFull = true

@@ -235,6 +235,7 @@ type Facts struct {
 	Blocks      int          // KV blocks on the device; 0: not known
 	CachingOff  bool         // the engine runs without prefix caching
 	MaxModelLen int          // tokens of a request and its answer; 0: not known
+	Adapters    []string     // of the engine, as in Snapshot
 	Events      *EventSource // attach: found by asking the engine; nil = as in ReplicaSpec
 }
 

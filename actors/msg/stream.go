@@ -22,10 +22,11 @@ const (
 	RecDone
 	RecState
 	RecGone
-	RecStatus  // the engine's own report: Status
-	RecKVBegin // a block set starts: KV.Tier, KV.BlockSize
-	RecKV      // blocks entered or left a block set: KV.Tier, KV.Delta
-	RecKVEnd   // a block set's snapshot is complete: KV.Tier
+	RecStatus   // the engine's own report: Status
+	RecKVBegin  // a block set starts: KV.Tier, KV.BlockSize
+	RecKV       // blocks entered or left a block set: KV.Tier, KV.Delta
+	RecKVEnd    // a block set's snapshot is complete: KV.Tier
+	RecAdapters // the engine has other adapters: Adapters
 	// Silent: the rank's node is silent, or is heard again (which a snapshot implies). It is made by the
 	// reader, so it has no number
 	RecSilent
@@ -63,6 +64,7 @@ type Record struct {
 	Snapshot *Snapshot // RecSnapshot
 	KV       KV        // RecKVBegin, RecKV, RecKVEnd
 	Status   Status    // RecStatus
+	Adapters []string  // RecAdapters: as in Snapshot
 }
 
 // RankState is what a RecState says about the rank. A RecSnapshot has Accepting, and RecSilent only Silent.
@@ -112,10 +114,14 @@ type Snapshot struct {
 	MaxModelLen int   // tokens of a request and its answer; 0 = not known
 	Node        string
 	Target      Target
+	Adapters    []string // names of the engine's LoRA adapters, ascending, at most MaxAdapters
 	// of a rank on another node: it accepts messages that give something back, never an Admit
 	Mailbox Mailbox
 	Open    []OpenRequest
 }
+
+// MaxAdapters is how many adapters of a rank are known. Requests for others are refused.
+const MaxAdapters = 1024
 
 // OpenRequest is one open request of a replica.
 type OpenRequest struct {

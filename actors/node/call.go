@@ -91,7 +91,7 @@ func callEngine(ctx context.Context, ranks []*rank, q *msg.EngineCall) []client.
 		tell(openai.Wakes) // it refused to sleep
 	case effect == openai.Wakes && (isDone || err != nil): // without an answer the health check says more
 		tell(effect)
-	case effect == openai.ClearsCache && isDone:
+	case (effect == openai.ClearsCache || effect == openai.ChangesModels) && isDone:
 		tell(effect)
 	}
 	out := make([]client.RankAnswer, len(ranks))

@@ -231,14 +231,15 @@ func (r *rank) learn(ctx context.Context) error {
 		r.unit.log.Debug("the engine does not tell all of its KV cache", slog.Int("rank", r.grant.Rank),
 			slog.String("err", err.Error()))
 	}
-	length, err := r.client.MaxModelLen(limit)
+	models, err := r.client.Models(limit)
 	if err != nil {
-		r.unit.log.Debug("the engine does not tell its max_model_len", slog.Int("rank", r.grant.Rank),
+		r.unit.log.Debug("the engine does not tell its models", slog.Int("rank", r.grant.Rank),
 			slog.String("err", err.Error()))
 	}
 	r.facts = msg.Facts{
-		MaxModelLen: length, MaxOngoing: engine.MaxOngoing(r.unit.m.App), BlockSize: c.BlockSize,
-		Blocks: c.Blocks, CachingOff: c.CachingOff || engine.CachingOff(r.unit.m.App),
+		MaxModelLen: engine.MaxModelLenOf(models), Adapters: engine.AdaptersOf(r.unit.m.App, models),
+		MaxOngoing: engine.MaxOngoing(r.unit.m.App), BlockSize: c.BlockSize, Blocks: c.Blocks,
+		CachingOff: c.CachingOff || engine.CachingOff(r.unit.m.App),
 	}
 	if r.unit.attached() && r.events == nil && engine.WantsEvents(r.unit.m.App) && !c.CachingOff {
 		r.facts.Events = r.discover(ctx)

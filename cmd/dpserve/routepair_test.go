@@ -1,6 +1,7 @@
 package main
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -154,6 +155,24 @@ policy        mex
 `, "\n")), out)
 	assert.Contains(t, out, "\n\nROUTER        pd.prefill\npolicy        kv\n")
 	assert.Contains(t, out, "ranks ready   1/2\n")
+}
+
+// status has a line for each adapter, which names the ranks that have it.
+func TestStatusOfAdapters(t *testing.T) {
+	ranks := []client.RankStatus{
+		{Rank: 0, Adapters: []string{"fr"}}, {Rank: 1, Adapters: []string{"fr", "sql"}}, {Rank: 2},
+	}
+	a := client.AppStatus{Name: "chat", Units: []client.UnitStatus{{Unit: "chat/0", Ranks: ranks}}}
+	assert.Equal(t, []string{"chat: adapter fr on 0/0, 0/1", "chat: adapter sql on 0/1"},
+		adapterNotes([]client.AppStatus{a}))
+	ranks[2].Adapters = []string{"fr"}
+	for i := range maxAdapterNotes {
+		ranks[0].Adapters = append(ranks[0].Adapters, fmt.Sprintf("z%02d", i))
+	}
+	notes := adapterNotes([]client.AppStatus{a})
+	assert.Len(t, notes, maxAdapterNotes+1)
+	assert.Equal(t, "chat: adapter fr on all ranks", notes[0])
+	assert.Equal(t, "chat: 2 more adapters; `dpserve status chat -o json` has all", notes[maxAdapterNotes])
 }
 
 // status has one line about the pools of an application.

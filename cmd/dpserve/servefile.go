@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"os"
@@ -140,15 +141,20 @@ func (f *serveFlags) source() (string, error) {
 	return f.model, nil
 }
 
-// readAdapters reads --lora-modules: NAME=SOURCE, or JSON with name and path.
+// readAdapters reads --lora-modules: NAME=SOURCE, or JSON with name and path, or as SGLang names them.
 func (f *serveFlags) readAdapters() ([]any, error) {
 	var out []any
 	for _, text := range f.adapters {
 		id, source, ok := strings.Cut(text, "=")
 		if strings.HasPrefix(text, "{") {
-			var module struct{ Name, Path string }
-			ok = json.Unmarshal([]byte(text), &module) == nil && module.Path != ""
-			id, source = module.Name, module.Path
+			var module struct {
+				Name, Path string
+				LoRAName   string `json:"lora_name"`
+				LoRAPath   string `json:"lora_path"`
+			}
+			ok = json.Unmarshal([]byte(text), &module) == nil
+			id, source = cmp.Or(module.Name, module.LoRAName), cmp.Or(module.Path, module.LoRAPath)
+			ok = ok && source != ""
 		}
 		if !ok {
 			return nil, usageError("serve", "--lora-modules %q: wanted NAME=SOURCE", text)

@@ -423,14 +423,47 @@ func indexNotes(apps []client.AppStatus) []string {
 }
 
 // statusNotes returns the lines under the tables of status: how the two pools of an application work
-// together, and the problems of each rank's KV cache and KV events.
+// together, which ranks have its adapters, and the problems of each rank's KV cache and KV events.
 func statusNotes(apps []client.AppStatus) []string {
-	out := pairNotes(apps)
+	out := slices.Concat(pairNotes(apps), adapterNotes(apps))
 	for r := range allRanks(apps) {
 		if kv := r.rank.KV; kv != nil {
 			if text := describeKVProblems(kv); text != "" {
 				out = append(out, r.name()+": "+text)
 			}
+		}
+	}
+	return out
+}
+
+// Bounds of what status says of adapters.
+const (
+	maxAdapterNotes = 16 // adapters of an application
+	maxAdapterRanks = 8  // names of the ranks that have one
+)
+
+// adapterNotes returns a line for each LoRA adapter of an application, with the ranks that have it.
+func adapterNotes(apps []client.AppStatus) (out []string) {
+	for i := range apps {
+		a, ranks, total := &apps[i], map[string][]string{}, 0 // ranks: by adapter
+		for r := range allRanks(apps[i : i+1]) {
+			total++
+			name := strings.TrimLeft(strings.TrimPrefix(r.name(), a.Name), "./")
+			for _, adapter := range r.rank.Adapters {
+				ranks[adapter] = append(ranks[adapter], name)
+			}
+		}
+		adapters := slices.Sorted(maps.Keys(ranks))
+		for _, adapter := range adapters[:min(len(adapters), maxAdapterNotes)] {
+			where := "all ranks"
+			if len(ranks[adapter]) < total {
+				where = listSome(ranks[adapter], maxAdapterRanks)
+			}
+			out = append(out, fmt.Sprintf("%s: adapter %s on %s", a.Name, cleanText(adapter), where))
+		}
+		if more := len(adapters) - maxAdapterNotes; more > 0 {
+			out = append(out, fmt.Sprintf("%s: %d more adapters; `dpserve status %[1]s -o json` has all",
+				a.Name, more))
 		}
 	}
 	return out

@@ -277,10 +277,6 @@ func TestFlagsOfRealEngines(t *testing.T) {
 		require.Len(t, warnings, 1, engine)
 		assert.Contains(t, warnings[0].String(), want)
 	}
-	lines := faultsOf(t, "applications:\n  - name: demo\n    engine: {kind: sglang}\n"+
-		"    model: {id: m, adapters: [{id: a, source: /a}]}\n")
-	require.Len(t, lines, 1)
-	assert.Contains(t, lines[0], "model.adapters: SGLang takes the adapter of a request from a field")
 }
 
 func TestArgsGet(t *testing.T) {

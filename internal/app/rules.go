@@ -173,10 +173,6 @@ func (a *draft) checkEngine() {
 		}
 		return
 	}
-	if a.Engine.Kind == KindSGLang && len(a.Model.Adapters) > 0 && a.isGood("model.adapters") {
-		a.wrong("model.adapters", "SGLang takes the adapter of a request from a field that OpenAI clients "+
-			"do not send", "leave adapters out, or write kind: vllm")
-	}
 	for _, key := range []string{"family", "ranks", "api_key_env", "api_key_file", "tls"} {
 		if a.has("engine." + key) {
 			a.wrong("engine."+key, key+" belongs to kind attach", "leave it out, or write kind: attach")

@@ -13,6 +13,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -341,14 +342,13 @@ func (c *Client) Models(ctx context.Context) ([]Model, error) {
 	return parseModels(b)
 }
 
-// MaxModelLen asks /v1/models for the most tokens that a request and its answer may have together; 0 if the
-// engine does not report it.
-func (c *Client) MaxModelLen(ctx context.Context) (int, error) {
-	models, err := c.Models(ctx)
-	if err != nil {
-		return 0, err
+// MaxModelLenOf is the most tokens that a request and its answer may have together, by the engine's list of
+// models; 0 if it does not tell.
+func MaxModelLenOf(list []Model) int {
+	if len(list) == 0 {
+		return 0
 	}
-	return toCount(float64(models[0].MaxModelLen), maxModelLen), nil
+	return toCount(float64(list[0].MaxModelLen), maxModelLen)
 }
 
 // Version asks /version; "" with an error where the engine has none.
@@ -401,6 +401,35 @@ func (c *Client) Cache(ctx context.Context) (Cache, error) {
 		CachingOff: out.CachingOff || told.CachingOff,
 	}, nil
 }
+
+// AdaptersOf are the names of the adapters that an engine of a has by its list of models, ascending; those of
+// the file if list is empty. Engines of which only the OpenAI API is known may have adapters that they do not
+// list.
+func AdaptersOf(a *app.Application, list []Model) []string {
+	var out []string
+	for _, m := range list {
+		if m.Parent != "" && m.ID != "" && len(m.ID) <= maxAdapterName {
+			out = append(out, m.ID)
+		}
+	}
+	lists := a.Engine.Kind != app.KindAttach || a.Engine.Family == app.FamilyVLLM ||
+		a.Engine.Family == app.FamilySGLang
+	for _, adapter := range a.Model.Adapters {
+		isListed := slices.ContainsFunc(list, func(m Model) bool { return m.ID == adapter.ID })
+		if len(list) == 0 || !lists || isListed {
+			out = append(out, adapter.ID)
+		}
+	}
+	slices.Sort(out)
+	out = slices.Compact(out)
+	return out[:min(len(out), maxAdapters)]
+}
+
+// Bounds of the adapters of an engine.
+const (
+	maxAdapters    = 1024
+	maxAdapterName = 256 // bytes, as of a name in app.yaml
+)
 
 // errNoModels reports that an engine lists no model.
 var errNoModels = errors.New("/v1/models lists no model")

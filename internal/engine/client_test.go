@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -300,10 +301,49 @@ func TestMaxModelLen(t *testing.T) {
 		`{"data":[{"id":"a","max_model_len":9000000000000000000}]}`: 0,
 	} {
 		c := serve(t, engine.Addressing{}, "", answers(map[string]string{"/v1/models": body}))
-		n, err := c.MaxModelLen(t.Context())
+		list, err := c.Models(t.Context())
 		require.NoError(t, err)
-		assert.Equal(t, want, n, body)
+		assert.Equal(t, want, engine.MaxModelLenOf(list), body)
 	}
+}
+
+// Engines that list their adapters have those of the list. Of others, and before a list, those of the file
+// count as loaded.
+func TestAdaptersOf(t *testing.T) {
+	long := strings.Repeat("x", 257)
+	list := []engine.Model{
+		{ID: "m"},
+		{ID: "sql", Parent: "m"},
+		{ID: "fr", Parent: "m"},
+		{ID: "fr", Parent: "m"},
+		{Parent: "m"},
+		{ID: long, Parent: "m"},
+	}
+	vllm, other := app.Engine{Kind: app.KindVLLM}, app.Engine{Kind: app.KindAttach, Family: app.FamilyOpenAI}
+	for name, c := range map[string]struct {
+		engine app.Engine
+		file   []string
+		list   []engine.Model
+		want   []string
+	}{
+		"loaded":                      {vllm, nil, list, []string{"fr", "sql"}},
+		"not listed":                  {vllm, []string{"gone"}, list, []string{"fr", "sql"}},
+		"listed without a parent":     {vllm, []string{"m"}, list, []string{"fr", "m", "sql"}},
+		"no list":                     {vllm, []string{"b", "a"}, nil, []string{"a", "b"}},
+		"an engine that may not list": {other, []string{"gone"}, list, []string{"fr", "gone", "sql"}},
+		"none":                        {vllm, nil, list[:1], nil},
+	} {
+		a := &app.Application{Engine: c.engine}
+		for _, id := range c.file {
+			a.Model.Adapters = append(a.Model.Adapters, app.Adapter{ID: id})
+		}
+		assert.Equal(t, c.want, engine.AdaptersOf(a, c.list), name)
+	}
+	many := []engine.Model{}
+	for i := range 2000 {
+		many = append(many, engine.Model{ID: strconv.Itoa(i), Parent: "m"})
+	}
+	assert.Len(t, engine.AdaptersOf(&app.Application{}, many), 1024)
 }
 
 func TestModelsRefuseNonsense(t *testing.T) {

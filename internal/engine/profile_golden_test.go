@@ -113,9 +113,9 @@ func goldenLaunches() map[string]engine.Spec {
 			Advertise: "10.0.0.2", Rank0Addr: "10.0.0.1", Rank0Port: sglangMeeting,
 		},
 		"sglang-independent": {
-			App: launched(app.KindSGLang, app.Independent, 2, arg("tp", int64(2)),
+			App: loaded(launched(app.KindSGLang, app.Independent, 2, arg("tp", int64(2)),
 				arg("cuda_graph_bs", []any{int64(1), int64(8)}), arg("enable_metrics", true),
-				arg("disable_radix_cache", false)),
+				arg("disable_radix_cache", false))),
 			Rank: 1, Base: base, Devices: []int{2, 3},
 		},
 		"sglang-share": {

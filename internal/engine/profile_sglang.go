@@ -23,6 +23,10 @@ func sglangProfile(s *Spec, environ []string) (Launch, error) {
 		}
 	}
 	argv = append(argv, shareFlags(a)...)
+	adapters, err := adapterFlags(a, "--lora-paths", "lora_name", "lora_path")
+	if err != nil {
+		return Launch{}, err
+	}
 	events, err := eventFlags(s)
 	if err != nil {
 		return Launch{}, err
@@ -42,7 +46,7 @@ func sglangProfile(s *Spec, environ []string) (Launch, error) {
 	own := append(devices(visible), "SGLANG_TIMEOUT_KEEP_ALIVE="+strconv.Itoa(KeepAliveS))
 	own = append(own, hostIP(s, "SGLANG_HOST_IP")...)
 	l := Launch{
-		Argv: slices.Concat(argv, events, transfer.flags, flags),
+		Argv: slices.Concat(argv, adapters, events, transfer.flags, flags),
 		Env:  realEnvironment(environ, own, a.Engine.Env, s.reach(), s.Rank0Addr),
 		URL:  "http://" + net.JoinHostPort(s.apiHost(), strconv.Itoa(port)), Addressing: app.AddressURL,
 		Events: launchedEvents(s),

@@ -44,7 +44,7 @@ func vllmRest(s *Spec) (flags []string, transfer transferLaunch, err error) {
 	if transfer, err = transferOf(s); err != nil {
 		return nil, transfer, err
 	}
-	adapters, err := adapterFlags(s.App)
+	adapters, err := adapterFlags(s.App, "--lora-modules", "name", "path")
 	if err != nil {
 		return nil, transfer, err
 	}
@@ -61,8 +61,9 @@ func vllmModel(command []string, source string) []string {
 	return append(command, source)
 }
 
-// adapterFlags load the adapters of the model under both of their names (Model.ServedNames).
-func adapterFlags(a *app.Application) ([]string, error) {
+// adapterFlags load the adapters of the model with an engine's flag, whose words are JSON objects with the
+// members name and path. The ingress writes the engine's name of an adapter into each request.
+func adapterFlags(a *app.Application, flag, name, path string) ([]string, error) {
 	if len(a.Model.Adapters) == 0 {
 		return nil, nil
 	}
@@ -70,15 +71,13 @@ func adapterFlags(a *app.Application) ([]string, error) {
 	if _, ok := lookupArg(a.Engine.Args, "enable-lora"); !ok {
 		out = append(out, "--enable-lora")
 	}
-	out = append(out, "--lora-modules")
+	out = append(out, flag)
 	for _, adapter := range a.Model.Adapters {
-		for _, name := range []string{a.Model.ID + ":" + adapter.ID, adapter.ID} {
-			b, err := json.Marshal(map[string]string{"name": name, "path": adapter.Source})
-			if err != nil {
-				return nil, problem.New(problem.InvalidArgument, "model.adapters: %w", err)
-			}
-			out = append(out, string(b))
+		b, err := json.Marshal(map[string]string{name: adapter.ID, path: adapter.Source})
+		if err != nil {
+			return nil, problem.New(problem.InvalidArgument, "model.adapters: %w", err)
 		}
+		out = append(out, string(b))
 	}
 	return out, nil
 }

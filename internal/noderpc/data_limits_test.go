@@ -328,7 +328,9 @@ func FuzzDataAnswer(f *testing.F) {
 type healthyEngine struct{}
 
 func (healthyEngine) Health(context.Context) (engine.Health, error) { return engine.Alive, nil }
-func (healthyEngine) Probe(context.Context, string) error           { return nil }
+
+func (healthyEngine) Models(context.Context) ([]engine.Model, error) { return nil, nil }
+func (healthyEngine) Probe(context.Context, string) error            { return nil }
 func (healthyEngine) Counters(context.Context) (engine.Counters, error) {
 	return engine.Counters{}, nil
 }

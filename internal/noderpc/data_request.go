@@ -122,7 +122,7 @@ func (p *dataRequest) reserve(ctx context.Context, q *rankleg.Request) (clean bo
 func (p *dataRequest) newAsk() *rankleg.Request {
 	q := &rankleg.Request{
 		Rank: p.rank, Route: p.head.route, Reset: p.head.isReset, Body: p.body,
-		Target: p.head.target, IsPlain: p.head.isPlain,
+		Target: p.head.target, Model: p.head.model, IsPlain: p.head.isPlain,
 		Header:   rankleg.StripHeader(p.r.Header),
 		OnTicket: func(t *msg.Ticket) { p.ticket = *t },
 	}

@@ -57,6 +57,7 @@ const (
 	fieldOnce       = "once"           // 1: the request is not sent twice to the engine
 	fieldWriteBy    = "write-by-ms"    // the time in which the request may be written to the engine
 	fieldTarget     = "target"         // path and query at the engine, escaped, of targetPathOf
+	fieldModel      = "model"          // the engine's name of the adapter, escaped
 	fieldPlain      = "plain"          // 1: the body is no JSON object
 )
 
@@ -110,6 +111,7 @@ const (
 const (
 	maxDataName   = 512 // bytes of an application's, unit's or ingress's name
 	maxDataTarget = 3 * openai.MaxTarget
+	maxDataModel  = 4 << 10 // bytes of an adapter's name, escaped
 	maxDataBlocks = 1 << 20 // chain hashes of a prompt
 	hashBytes     = 8
 
@@ -125,6 +127,7 @@ type dataHead struct {
 	route      openai.Route // NoRoute in classHold, and with isReset
 	isReset    bool         // the path is resetPath
 	target     string       // of targetPathOf
+	model      string       // the engine's name of it; "": as in the body
 	isPlain    bool
 	admit      msg.Admit // without Ctx, Blocks and Reply; the zero value in classNone and classHeld
 	blocks     int
@@ -154,6 +157,9 @@ func writeHead(q *rankleg.Request, isHold bool, now time.Time) http.Header {
 	}
 	if q.Target != "" && !isHold {
 		f.set(fieldTarget, url.QueryEscape(q.Target))
+	}
+	if q.Model != "" {
+		f.set(fieldModel, url.QueryEscape(q.Model))
 	}
 	if q.IsPlain {
 		f.set(fieldPlain, "1")
@@ -324,6 +330,12 @@ func readHead(h http.Header, path string, now time.Time) (*dataHead, error) {
 	}
 	if err := d.readRoute(&r, path); err != nil {
 		return nil, err
+	}
+	if _, count := r.find(fieldModel); count > 0 {
+		var err error
+		if d.model, err = url.QueryUnescape(r.upTo(fieldModel, maxDataModel)); err != nil {
+			r.fail(fieldModel)
+		}
 	}
 	switch d.class {
 	case classBoth, classHold:

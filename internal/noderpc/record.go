@@ -30,7 +30,7 @@ const (
 	wireEnd                            // the stream ends; its number says why: an index of endReasons
 	wireHeartbeat                      // nothing has changed
 
-	lastRecord = wireKind(msg.RecKVEnd) + 1
+	lastRecord = wireKind(msg.RecAdapters) + 1
 )
 
 // Reasons why a node ends a stream.
@@ -135,6 +135,10 @@ func (p *packer) pack(slot uint64, rec *msg.Record) {
 		p.end()
 	case msg.RecStatus:
 		p.status(slot, rec)
+	case msg.RecAdapters:
+		p.begin(slot, rec)
+		p.list(rec.Adapters)
+		p.end()
 	case msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
 		p.kv(slot, rec)
 	case msg.RecSilent: // only a reader makes it
@@ -198,12 +202,22 @@ func (p *packer) snapshot(slot uint64, rec *msg.Record) {
 		p.request(o.ReqID, o.Ingress, o.Tokens, o.Hit, o.Out)
 		p.buf = append(p.buf, flag(o.Decoding, 1))
 	}
+	p.list(s.Adapters)
 	p.end()
 }
 
 // listed packs the end of a list.
 func (p *packer) listed() {
 	p.buf = append(p.buf[:0], 3, byte(wireListed), 0, 0)
+}
+
+// list packs the names of adapters.
+func (p *packer) list(names []string) {
+	names = names[:min(len(names), msg.MaxAdapters)]
+	p.count(int64(len(names)))
+	for _, name := range names {
+		p.text(name)
+	}
 }
 
 func (p *packer) identity(id identity) {

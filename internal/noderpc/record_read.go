@@ -198,6 +198,8 @@ func (u *unpacker) readDelta(c *cursor) {
 		rec.Status.HasKVUsage = c.byte()&flagUsage != 0
 		rec.Status.KVUsage = math.Float64frombits(c.fixed())
 		rec.Status.Capacity, rec.Status.BlockSize, rec.Status.LateReads = c.count(), c.int(), c.count()
+	case msg.RecAdapters:
+		rec.Adapters = c.list()
 	case msg.RecKVBegin, msg.RecKV, msg.RecKVEnd:
 		u.readKV(c)
 	default:
@@ -252,6 +254,7 @@ func (u *unpacker) readSnapshot(slot uint64, c *cursor) *remoteRank {
 		}
 		u.snap.Open = append(u.snap.Open, o)
 	}
+	u.snap.Adapters = c.list()
 	if src := u.slots[slot]; src != nil && src.identity == id {
 		return src
 	}
@@ -263,6 +266,14 @@ type cursor struct {
 	b     []byte
 	bad   bool
 	texts map[string]string
+}
+
+// list reads the names of adapters.
+func (c *cursor) list() (names []string) {
+	for range c.size(msg.MaxAdapters, 1) {
+		names = append(names, c.text())
+	}
+	return names
 }
 
 func (c *cursor) fail() {

@@ -3,6 +3,7 @@ package noderpc
 import (
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"io"
 	"math"
 	"slices"
@@ -100,6 +101,7 @@ func drawSnapshot(t *rapid.T) *msg.Snapshot {
 			Selector: drawCount(t, "sel"), Owned: rapid.Bool().Draw(t, "own"),
 		},
 	}
+	s.Adapters = drawAdapters(t)
 	for range rapid.SampledFrom([]int{0, 1, 3, 600, 2000}).Draw(t, "open") {
 		s.Open = append(s.Open, msg.OpenRequest{
 			ReqID: uint64(len(s.Open)) * 7919, Ingress: "n2",
@@ -109,10 +111,17 @@ func drawSnapshot(t *rapid.T) *msg.Snapshot {
 	return s
 }
 
+func drawAdapters(t *rapid.T) (names []string) {
+	for i := range rapid.SampledFrom([]int{0, 1, 3, msg.MaxAdapters}).Draw(t, "adapters") {
+		names = append(names, fmt.Sprintf("adapter-%04d", i))
+	}
+	return names
+}
+
 func drawRecord(t *rapid.T, seq uint64) msg.Record {
 	kind := rapid.SampledFrom([]msg.RecordKind{
 		msg.RecSnapshot, msg.RecAdmitted, msg.RecFirstToken, msg.RecProgress, msg.RecDone, msg.RecState,
-		msg.RecStatus, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd,
+		msg.RecStatus, msg.RecKVBegin, msg.RecKV, msg.RecKVEnd, msg.RecAdapters,
 	}).Draw(t, "kind")
 	r := delta(kind, seq)
 	switch kind {
@@ -130,6 +139,8 @@ func drawRecord(t *rapid.T, seq uint64) msg.Record {
 			HasKVUsage: rapid.Bool().Draw(t, "has"), Capacity: 4096, BlockSize: drawCount(t, "bs"),
 			LateReads: int64(drawCount(t, "late")),
 		}
+	case msg.RecAdapters:
+		r.Adapters = drawAdapters(t)
 	case msg.RecKVBegin:
 		r.KV = msg.KV{Tier: kvindex.CPU, BlockSize: drawCount(t, "bs")}
 	case msg.RecKVEnd:

@@ -14,11 +14,11 @@ import (
 // naming is a request whose engine knows the model under another name than the client.
 type naming struct{ engine, client string }
 
-// rename is the body with the engine's name of the model. is tells which names differ; nil: none, and body
-// is the one that was given.
-func (q *Request) rename(body []byte) (out []byte, is *naming) {
+// rename is the body with the engine's name of the model, or of the adapter, and which names differ; nil:
+// none, and body is the one that was given.
+func (q *Request) rename(body []byte) ([]byte, *naming) {
 	names := q.Rank.Target.Model
-	if names == nil || q.Reset {
+	if q.Reset || names == nil && q.Model == "" {
 		return body, nil
 	}
 	contentType := ""
@@ -26,17 +26,22 @@ func (q *Request) rename(body []byte) (out []byte, is *naming) {
 		contentType = q.Header.Get("Content-Type")
 	}
 	field, ok := openai.FindModel(body, contentType, q.IsPlain)
-	client := field.Name
-	if !ok {
-		client = names.Clients[0] // the engine answers with its own name
+	is := &naming{client: field.Name}
+	switch {
+	case q.Model != "":
+		is.engine = q.Model
+	case !ok: // the engine answers with its own name
+		is.engine, is.client = names.Engine, names.Clients[0]
+	case slices.Contains(names.Clients, field.Name):
+		is.engine = names.Engine
 	}
-	if client == names.Engine || !slices.Contains(names.Clients, client) {
+	if is.engine == "" || is.engine == is.client {
 		return body, nil
 	}
 	if ok {
-		body = field.Replaced(body, names.Engine)
+		body = field.Replaced(body, is.engine)
 	}
-	return body, &naming{names.Engine, client}
+	return body, is
 }
 
 // answerRoute is the route by its path: of a request with a Target, another node knows the method alone.

@@ -82,7 +82,9 @@ type Request struct {
 	Rank  *Rank
 	Route openai.Route // at the engine
 	// path and query at the engine, of a route without a fixed path; "": the route's path
-	Target  string
+	Target string
+	// the engine's name of the adapter that the body names in another way; "": the body says it, or the model
+	Model   string
 	Reset   bool        // in place of a Route: the engine is asked to drop its prefix cache
 	Header  http.Header // for the engine, read only
 	Body    []byte      // for the engine, read only, and not after Ask has returned

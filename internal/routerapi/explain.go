@@ -150,6 +150,8 @@ func explainRank(rk *routing.Rank, why routing.Exclusion, notes RankNotes, v *ro
 	switch why {
 	case routing.Tried:
 		return "tried", "it takes no such request: of a role or without a pair for it"
+	case routing.Lacking:
+		return "lacking", "its engine does not have the adapter"
 	case routing.NotReady:
 		if notes.IsDraining {
 			return "draining", "it takes nothing new and lets its requests end"

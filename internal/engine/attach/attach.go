@@ -25,7 +25,7 @@ const (
 type Found struct {
 	URL         string
 	Family      string   // vllm | sglang | openai
-	Models      []string // base models first, as the engine lists them
+	Models      []string // without adapters, as the engine lists them
 	Version     string   // "" = not told
 	MaxModelLen int      // of the first model; 0 = not told
 	Ranks       []int    // numbers of the ranks behind the URL, ascending; none = not told
@@ -43,8 +43,11 @@ func Probe(ctx context.Context, url string, access engine.Credentials) (Found, e
 	if err != nil {
 		return Found{}, explain(url, err)
 	}
-	f := Found{URL: url, MaxModelLen: models[0].MaxModelLen}
-	f.Models = ids(models)
+	f := Found{URL: url, MaxModelLen: models[0].MaxModelLen, Models: baseModels(models)}
+	if len(f.Models) == 0 {
+		return Found{}, problem.New(problem.Unavailable, "%s lists adapters alone, and no model", url).
+			WithHint("start the engine with the adapters' base model; try: curl %s/v1/models", url)
+	}
 	f.Version, _ = c.Version(ctx) // not every engine has the route
 	f.Family = family(models[0].OwnedBy, f.Version)
 	if f.Family == VLLM {
@@ -77,17 +80,15 @@ func takes(ctx context.Context, model string, c *engine.Client) bool {
 	return c.Probe(ctx, model) == nil
 }
 
-// ids lists base models before their adapters.
-func ids(models []engine.Model) []string {
-	var base, adapters []string
+// baseModels are the names of models that are no adapters. The ingress learns from the ranks which adapters
+// they have.
+func baseModels(models []engine.Model) (names []string) {
 	for _, m := range models {
 		if m.Parent == "" {
-			base = append(base, m.ID)
-		} else {
-			adapters = append(adapters, m.ID)
+			names = append(names, m.ID)
 		}
 	}
-	return append(base, adapters...)
+	return names
 }
 
 // family goes by owned_by; SGLang has no /version, other front ends of vLLM keep its route.

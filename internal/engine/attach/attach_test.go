@@ -43,7 +43,7 @@ func TestProbeFindsTheFamily(t *testing.T) {
 			"/v1/models": `{"data":[{"id":"lora","owned_by":"vllm","parent":"m"},{"id":"m",` +
 				`"owned_by":"vllm","parent":null,"max_model_len":2048}]}`,
 			"/version": `{"version":"0.32.0"}`,
-		}, attach.Found{Family: "vllm", Models: []string{"m", "lora"}, Version: "0.32.0"}},
+		}, attach.Found{Family: "vllm", Models: []string{"m"}, Version: "0.32.0"}},
 		{"sglang", map[string]string{"/v1/models": `{"data":[{"id":"m","owned_by":"sglang",` +
 			`"max_model_len":8}]}`}, attach.Found{Family: "sglang", Models: []string{"m"}, MaxModelLen: 8}},
 		{
@@ -89,6 +89,9 @@ func TestProbeExplainsWhatIsWrong(t *testing.T) {
 	url = engine(t, map[string]string{"/v1/models": "hello"})
 	_, err = attach.Probe(t.Context(), url, nil)
 	explained(t, err, "cannot probe "+url, "curl")
+	url = engine(t, map[string]string{"/v1/models": `{"data":[{"id":"lora","parent":"m"}]}`})
+	_, err = attach.Probe(t.Context(), url, nil)
+	explained(t, err, url+" lists adapters alone", "base model")
 
 	locked := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		w.WriteHeader(http.StatusUnauthorized)

@@ -63,6 +63,16 @@ func (e *apiError) body() []byte {
 	return e.append(nil, `{"error":{"message":%s,"type":%s,"param":%s,"code":%d}}`)
 }
 
+// messagesError is the error as /v1/messages says it.
+func (e *apiError) messagesError() map[string]string {
+	return map[string]string{"type": e.kind, "message": e.message}
+}
+
+// messagesBody is body in Anthropic's shape.
+func (e *apiError) messagesBody() []byte {
+	return mustMarshal(map[string]any{"type": "error", "error": e.messagesError()})
+}
+
 // event is the event of a stream that failed, in the spaced spelling of vLLM's events.
 func (e *apiError) event(dst []byte) []byte {
 	return e.append(dst, `data: {"error": {"message": %s, "type": %s, "param": %s, "code": %d}}`+"\n\n")

@@ -238,17 +238,21 @@ func (c *Config) collectiveHash() uint64 {
 	return h.Sum64()
 }
 
-// settings is the engine's configuration as request checks and answer writers read it; it never changes.
+// settings is the engine's configuration as request checks and answer writers read it. Only its adapters
+// change.
 type settings struct {
 	*Config
 	fingerprint string
+	adapters    *adapters
 }
 
-func (c *Config) settings() *settings { return &settings{Config: c, fingerprint: c.fingerprint()} }
+func (c *Config) settings() *settings {
+	return &settings{Config: c, fingerprint: c.fingerprint(), adapters: &adapters{}}
+}
 
 // knowsModel refuses a model that is not served; "" is the first one.
 func (s *settings) knowsModel(name string) *apiError {
-	if name == "" || slices.Contains(s.Names, name) {
+	if name == "" || slices.Contains(s.Names, name) || s.adapters.has(name) {
 		return nil
 	}
 	return &apiError{

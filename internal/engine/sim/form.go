@@ -34,14 +34,14 @@ func (s api) embeddings(w http.ResponseWriter, r *http.Request) {
 func (s api) countTokens(w http.ResponseWriter, r *http.Request) {
 	body, apiErr := s.body(r)
 	if apiErr != nil {
-		s.fail(w, apiErr)
+		s.fail(w, r, apiErr)
 		return
 	}
 	chat := asChat(body, "system", "messages", "stop", "stop_sequences")
 	chat.members["max_tokens"] = json.RawMessage("1")
 	p, apiErr := readChat(chat, s.set)
 	if apiErr != nil {
-		s.fail(w, apiErr)
+		s.fail(w, r, apiErr)
 		return
 	}
 	s.writeJSON(w, http.StatusOK, mustMarshal(map[string]int{"input_tokens": len(p.prompts[0].ids)}))

@@ -83,8 +83,27 @@ func TestResponsesAndMessagesAnswerAsChatsDo(t *testing.T) {
 
 	status, answer = ask(t, s, "/v1/responses", `{"input":"hi","previous_response_id":"resp_1"}`)
 	assert.Equal(t, 404, status, answer)
-	status, answer = ask(t, s, "/v1/messages", `{"messages":[{"role":"user","content":"hi"}]}`)
-	assert.Equal(t, 400, status, answer)
+}
+
+// Errors of messages have Anthropic's shape, whole and inside a stream; those of other routes have OpenAI's.
+func TestErrorsOfMessages(t *testing.T) {
+	s := start(t, fast())
+	const body = `{"max_tokens":4,"messages":[{"role":"user","content":"hi"}]`
+	for path, text := range map[string]string{
+		"/v1/messages":              `{"messages":[{"role":"user","content":"hi"}]}`,
+		"/v1/messages/count_tokens": `{"messages":5}`,
+	} {
+		status, answer := ask(t, s, path, text)
+		assert.Equal(t, 400, status, path)
+		assert.Regexp(t, `^{"error":{"message":".*","type":"Bad Request"},"type":"error"}$`, answer, path)
+	}
+	require.NoError(t, s.Fail(Fault{Mode: ModeErrorEvent, AfterTokens: 2}))
+	_, stream := ask(t, s, "/v1/messages", body+`,"stream":true}`)
+	assert.True(t, strings.HasSuffix(stream, "event: error\ndata: "+
+		`{"error":{"message":"simulated failure","type":"InternalServerError"},"type":"error"}`+"\n\n"),
+		stream)
+	_, answer := ask(t, s, "/v1/chat/completions", `{"messages":5}`)
+	assert.Contains(t, answer, `"code":400`)
 }
 
 // A model that pools has vectors for texts and no route that generates.

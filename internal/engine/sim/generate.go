@@ -39,13 +39,13 @@ func (s api) generate(w http.ResponseWriter, r *http.Request,
 		apiErr = s.earlyFailure()
 	}
 	if apiErr != nil {
-		s.fail(w, apiErr)
+		s.fail(w, r, apiErr)
 		return
 	}
 	p, apiErr := read(body, s.set)
 	if apiErr != nil {
 		s.ranks[0].exchange.release(r.Context(), body.params)
-		s.fail(w, apiErr)
+		s.fail(w, r, apiErr)
 		return
 	}
 	s.setRequestFields(p, r, prefix)
@@ -86,7 +86,7 @@ func (s api) earlyFailure() *apiError {
 func (s api) answer(w http.ResponseWriter, r *http.Request, p *plan) {
 	fault := s.faults.hit(ModeBareDone, ModeErrorEvent, ModeCut, ModeAbort, ModeNoDone, ModeStall)
 	if s.isStopping() || fault != nil && fault.Mode == ModeBareDone {
-		s.stopped(w, p)
+		s.stopped(w, r, p)
 		return
 	}
 	late := p.late(s.cfg.firstIndex(), len(s.ranks))
@@ -95,7 +95,7 @@ func (s api) answer(w http.ResponseWriter, r *http.Request, p *plan) {
 	}
 	if late != nil {
 		s.ranks[0].exchange.release(r.Context(), p.params)
-		s.failLate(w, p, late)
+		s.failLate(w, r, p, late)
 		return
 	}
 	c := newCall(p, s.set, func(q *prompt) int { return p.room(q, s.set.Model.MaxModelLen) })
@@ -108,7 +108,7 @@ func (s api) answer(w http.ResponseWriter, r *http.Request, p *plan) {
 	c.legs.start(r.Context())
 	defer c.legs.end()
 	if !rank.add(c) {
-		s.failLate(w, p, busyError())
+		s.failLate(w, r, p, busyError())
 		return
 	}
 	if p.stream {
@@ -122,14 +122,14 @@ func (s api) isStopping() bool { return s.stopping.Load() || s.faults.is(ModeSto
 
 // stopped answers for an engine that takes no work any more: text needs its tokenizer, which is gone; ids are
 // aborted at once.
-func (s api) stopped(w http.ResponseWriter, p *plan) {
+func (s api) stopped(w http.ResponseWriter, r *http.Request, p *plan) {
 	if p.stream && s.fromIDs(p) || p.stream && !s.isStopping() {
 		s.sse(w)
 		_, _ = w.Write([]byte(doneEvent))
 		return
 	}
 	if !s.fromIDs(p) && s.isStopping() {
-		s.fail(w, internalError(msgStopping))
+		s.fail(w, r, internalError(msgStopping))
 		return
 	}
 	c := newCall(p, s.set, func(*prompt) int { return 1 })
@@ -142,13 +142,21 @@ func (s api) stopped(w http.ResponseWriter, p *plan) {
 func (s api) fromIDs(p *plan) bool { return !p.chat && p.prompts[0].fromIDs }
 
 // failLate is an error that is found after the answer began: streams have sent their 200 by then.
-func (s api) failLate(w http.ResponseWriter, p *plan, e *apiError) {
+func (s api) failLate(w http.ResponseWriter, r *http.Request, p *plan, e *apiError) {
 	if !p.stream {
-		s.fail(w, e)
+		s.fail(w, r, e)
 		return
 	}
 	s.sse(w)
-	_, _ = w.Write(append(e.event(nil), doneEvent...))
+	_, _ = w.Write(p.appendFailure(nil, e))
+}
+
+// appendFailure appends how a stream of the plan ends that fails.
+func (p *plan) appendFailure(b []byte, e *apiError) []byte {
+	if _, is := p.form.(*asMessages); is {
+		return appendNamed(b, "error", map[string]any{"error": e.messagesError()})
+	}
+	return append(e.event(b), doneEvent...)
 }
 
 func (s api) sse(w http.ResponseWriter) {
@@ -193,7 +201,7 @@ func (s api) whole(w http.ResponseWriter, r *http.Request, rank *rank, c *call, 
 		}
 	}
 	if e := c.failure(); e != nil {
-		s.fail(w, e)
+		s.fail(w, r, e)
 		return
 	}
 	if fault != nil && fault.Mode != ModeNoDone {
@@ -211,7 +219,7 @@ func (s api) strike(w http.ResponseWriter, r *http.Request, f *Fault) {
 	case ModeStall:
 		<-r.Context().Done()
 	default:
-		s.fail(w, codeError(f.code()))
+		s.fail(w, r, codeError(f.code()))
 	}
 }
 
@@ -270,7 +278,7 @@ func (o *writer) write() bool {
 	done := o.open == 0 || failure != nil
 	switch {
 	case failure != nil:
-		o.buf = append(failure.event(o.buf), doneEvent...)
+		o.buf = o.call.plan.appendFailure(o.buf, failure)
 	case done:
 		o.ending()
 	}
@@ -357,7 +365,7 @@ func (o *writer) strike(r *http.Request) {
 		<-r.Context().Done()
 	case ModeNoDone:
 	default:
-		o.buf = append(codeError(o.fault.code()).event(o.buf[:0]), doneEvent...)
+		o.buf = o.call.plan.appendFailure(o.buf[:0], codeError(o.fault.code()))
 		o.send()
 	}
 }

@@ -78,6 +78,12 @@ type endpoint struct {
 	serve   func(s api, w http.ResponseWriter, r *http.Request)
 }
 
+// Paths whose errors have Anthropic's shape.
+const (
+	messagesPath = "/v1/messages"
+	countPath    = "/v1/messages/count_tokens"
+)
+
 // need is what the engine must be so that it has a route.
 type need uint8
 
@@ -109,7 +115,7 @@ var (
 		"/v1/completions":      {onlyPost, generating, api.completions},
 		"/v1/chat/completions": {onlyPost, generating, api.chats},
 		"/v1/responses":        {onlyPost, generating, api.responses},
-		"/v1/messages":         {onlyPost, generating, api.messages},
+		messagesPath:           {onlyPost, generating, api.messages},
 		"/v1/embeddings":       {onlyPost, pooling, api.embeddings},
 		"/health":              {onlyGet, anyEngine, api.health},
 		"/ping":                {[]string{http.MethodGet, http.MethodPost}, anyEngine, api.health},
@@ -123,8 +129,13 @@ var (
 		"/is_sleeping":         {onlyGet, devMode, api.isSleeping},
 		"/sleep":               {onlyPost, devMode, api.sleep},
 		"/wake_up":             {onlyPost, devMode, api.wakeUp},
+		"/pause":               {onlyPost, devMode, api.pause},
+		"/resume":              {onlyPost, devMode, api.resume},
+		"/is_paused":           {onlyGet, devMode, api.isPaused},
 
-		"/v1/messages/count_tokens": {onlyPost, generating, api.countTokens},
+		countPath:                 {onlyPost, generating, api.countTokens},
+		"/v1/load_lora_adapter":   {onlyPost, devMode, api.loadAdapter},
+		"/v1/unload_lora_adapter": {onlyPost, devMode, api.unloadAdapter},
 	}
 )
 
@@ -155,22 +166,23 @@ func (s api) version(w http.ResponseWriter, _ *http.Request) {
 	s.writeJSON(w, http.StatusOK, []byte(`{"version":"`+Version+`"}`))
 }
 
-// modelFormat is an entry of /v1/models: name, time, root, model length, a random id.
-const modelFormat = `{"id":%s,"object":"model","created":%d,"owned_by":"vllm","root":%s,"parent":null,` +
-	`"max_model_len":%d,"permission":[{"id":"modelperm-%s","object":"model_permission","created":%[2]d,` +
+// modelFormat is an entry of /v1/models: name, time, root, parent, model length, a random id.
+const modelFormat = `{"id":%s,"object":"model","created":%d,"owned_by":"vllm","root":%s,"parent":%s,` +
+	`"max_model_len":%s,"permission":[{"id":"modelperm-%s","object":"model_permission","created":%[2]d,` +
 	`"allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,"allow_search_indices":false,` +
 	`"allow_view":true,"allow_fine_tuning":false,"organization":"*","group":null,"is_blocking":false}]}`
 
 func (s api) models(w http.ResponseWriter, _ *http.Request) {
-	now, root, length := s.now(), mustMarshal(cmp.Or(s.cfg.Root, s.cfg.Names[0])), s.cfg.Model.MaxModelLen
+	now, root := s.now(), mustMarshal(cmp.Or(s.cfg.Root, s.cfg.Names[0]))
+	length := strconv.Itoa(s.cfg.Model.MaxModelLen)
 	list := []byte(`{"object":"list","data":[`)
 	for i, name := range s.cfg.Names {
 		if i > 0 {
 			list = append(list, ',')
 		}
-		list = fmt.Appendf(list, modelFormat, mustMarshal(name), now, root, length, s.newID())
+		list = fmt.Appendf(list, modelFormat, mustMarshal(name), now, root, "null", length, s.newID())
 	}
-	s.writeJSON(w, http.StatusOK, append(list, "]}"...))
+	s.writeJSON(w, http.StatusOK, append(s.appendAdapters(list, now), "]}"...))
 }
 
 func (s api) writeJSON(w http.ResponseWriter, status int, body []byte) {
@@ -186,10 +198,17 @@ func writeBody(w http.ResponseWriter, status int, contentType string, body []byt
 	h.Set("Content-Type", contentType)
 	h.Set("Content-Length", strconv.Itoa(len(body)))
 	w.WriteHeader(status)
-	_, _ = w.Write(body) // a client that left is noticed by its context
+	_, _ = w.Write(body) //nolint:gosec // JSON or plain text; a client that left is noticed by its context
 }
 
-func (s api) fail(w http.ResponseWriter, e *apiError) { s.writeJSON(w, e.status, e.body()) }
+// fail answers a request that failed, in the shape of its route.
+func (s api) fail(w http.ResponseWriter, r *http.Request, e *apiError) {
+	body := e.body()
+	if r.URL.Path == messagesPath || r.URL.Path == countPath {
+		body = e.messagesBody()
+	}
+	s.writeJSON(w, e.status, body)
+}
 
 // body reads and parses a JSON body. The whole body is read, because net/http reports that a
 // client left only after the handler has read the body to its end.
@@ -301,7 +320,7 @@ func (s api) textBody(w http.ResponseWriter, r *http.Request) (*fields, bool) {
 		apiErr = internalError(msgStopping)
 	}
 	if apiErr != nil {
-		s.fail(w, apiErr)
+		s.fail(w, r, apiErr)
 		return nil, false
 	}
 	return f, true
@@ -330,7 +349,7 @@ func (s api) tokenize(w http.ResponseWriter, r *http.Request) {
 		}
 	}
 	if f.fault != nil {
-		s.fail(w, f.fault)
+		s.fail(w, r, f.fault)
 		return
 	}
 	s.writeJSON(w, http.StatusOK, mustMarshal(struct {
@@ -358,7 +377,7 @@ func (s api) detokenize(w http.ResponseWriter, r *http.Request) {
 		ids = append(ids, uint32(n))
 	}
 	if f.fault != nil {
-		s.fail(w, f.fault)
+		s.fail(w, r, f.fault)
 		return
 	}
 	s.writeJSON(w, http.StatusOK, mustMarshal(map[string]string{"prompt": em.Text(ids)}))
@@ -435,7 +454,7 @@ func (s api) adminFail(w http.ResponseWriter, r *http.Request) {
 
 func (s api) adminAnswer(w http.ResponseWriter, body []byte, err error) {
 	if err != nil {
-		s.fail(w, badRequest("", "%s", err.Error()))
+		s.writeJSON(w, http.StatusBadRequest, badRequest("", "%s", err.Error()).body())
 		return
 	}
 	s.writeJSON(w, http.StatusOK, body)

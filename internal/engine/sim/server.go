@@ -58,6 +58,7 @@ type Server struct {
 
 	stopping atomic.Bool
 	dead     atomic.Bool
+	paused   atomic.Bool // as /is_paused tells
 
 	http   *http.Server
 	gate   *gate
