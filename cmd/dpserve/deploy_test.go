@@ -258,6 +258,21 @@ func TestStatusWatch(t *testing.T) {
 	assert.Equal(t, 0, cli.run([]string{"status", "-w"}), "Ctrl-C is how a watch ends")
 }
 
+// Each line of a watch and of a deploy off a terminal has the whole reason.
+func TestLinesRepeatTheReason(t *testing.T) {
+	a := demo(client.StatusDeploying, 1, state.Pending, state.Pending)
+	for i := range a.Units {
+		a.Units[i].Reason = "place demo/0: 0 of 2 ranks can be placed (PACK): short of slots; need: 2 ranks"
+	}
+	cli := newCLI(t)
+	cli.cluster.script = [][]client.AppStatus{{a}}
+	cli.cluster.onApps = func(call int) { cli.interruptOnce(call - 1) }
+	require.Zero(t, cli.run([]string{"status", "-w"}), cli.stderr())
+	assert.Contains(t, cli.stdout(),
+		"demo/0/1 pending epoch 1 0 of 2 ranks can be placed (PACK): short of slots\n")
+	assert.NotContains(t, cli.stdout(), "as above")
+}
+
 func TestDelete(t *testing.T) {
 	script := func() [][]client.AppStatus {
 		return [][]client.AppStatus{

@@ -83,9 +83,8 @@ func (m *monitor) pollUntil(ctx context.Context, names []string,
 // draw shows the present state of the apps.
 func (m *monitor) draw(apps []client.AppStatus) {
 	rows := rankRows(apps)
-	reasons := reasonsOf(rows)
-	for i, r := range rows {
-		m.printChange(r, reasons[i])
+	for _, r := range rows {
+		m.printChange(r, reasonOf(r))
 	}
 	now := m.now()
 	if now.Sub(m.lastDrawn) >= redrawEvery {
@@ -94,13 +93,13 @@ func (m *monitor) draw(apps []client.AppStatus) {
 	}
 	if !m.scr.tty && now.Sub(m.lastStill) >= stillEvery {
 		m.lastStill = now
-		m.printStill(rows, reasons)
+		m.printStill(rows)
 	}
 }
 
 // printStill prints how many ranks still start, and what the first of them does. Models take minutes to load,
 // in which nothing else is printed off a terminal.
-func (m *monitor) printStill(rows []rankRow, reasons []string) {
+func (m *monitor) printStill(rows []rankRow) {
 	var starting []int
 	for i, r := range rows {
 		if r.rank.Phase == string(state.Starting) {
@@ -110,7 +109,7 @@ func (m *monitor) printStill(rows []rankRow, reasons []string) {
 	if len(starting) > 0 {
 		first := starting[0]
 		m.scr.printMessage("%d of %d ranks still start after %.0fs; %s %s", len(starting), len(rows),
-			m.now().Sub(m.started).Seconds(), rows[first].name(), reasons[first])
+			m.now().Sub(m.started).Seconds(), rows[first].name(), reasonOf(rows[first]))
 	}
 }
 

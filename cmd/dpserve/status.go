@@ -262,14 +262,12 @@ func (w *watcher) printLines(apps []client.AppStatus, next string) error {
 			return err
 		}
 	}
-	rows := rankRows(apps)
-	reasons := reasonsOf(rows)
-	for i, r := range rows {
+	for _, r := range rankRows(apps) {
 		if _, wasPrinted := w.printed[r.name()]; w.f.unhealthy && r.isReady() && !wasPrinted {
 			continue // it is printed when it is back
 		}
 		phase := fmt.Sprintf("%s epoch %d", r.rank.Phase, r.rank.Epoch)
-		if err := w.printLine(r.name(), phase, reasons[i]); err != nil {
+		if err := w.printLine(r.name(), phase, reasonOf(r)); err != nil {
 			return err
 		}
 	}

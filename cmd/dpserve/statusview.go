@@ -410,6 +410,9 @@ func reasonsOf(rows []rankRow) []string {
 	return out
 }
 
+// reasonOf returns the reason of a rank for a line of its own, above which nothing may be.
+func reasonOf(r rankRow) string { return reasonsOf([]rankRow{r})[0] }
+
 // indexNotes returns a line about the index of each application that has one.
 func indexNotes(apps []client.AppStatus) []string {
 	var out []string
