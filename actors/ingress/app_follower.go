@@ -55,6 +55,7 @@ func (f *appFollower) rebuild(st *state.State) (fresh bool) {
 		for _, ar := range pools {
 			current[ar] = true
 			ar.setUnits(unitProgress(st, ar.revision.Load(), a.Deleting, waiting[ar.name]))
+			ar.setOlderUnits(olderUnits(st, ar.revision.Load()))
 		}
 		if len(pools) == 2 {
 			f.addPair(t, before[name], pools[0], pools[1])
@@ -312,4 +313,19 @@ func unitProgress(st *state.State, spec *appRevision, deleting bool, w *msg.Wait
 		}
 	}
 	return ready, coming, noRoom
+}
+
+// olderUnits returns the units that a roll-out replaces next: those that were started otherwise than the
+// newest one of their pool.
+func olderUnits(st *state.State, spec *appRevision) map[string]bool {
+	if spec.app.Engine.Kind == app.KindAttach {
+		return nil // the units differ by their URLs
+	}
+	newest, out := st.NewestLaunch(spec.app.Name, spec.app.Pool), map[string]bool{}
+	for id, u := range st.Units {
+		if u.App == spec.app.Name && u.Pool == spec.app.Pool && u.Launch != newest {
+			out[id] = true
+		}
+	}
+	return out
 }

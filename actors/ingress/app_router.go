@@ -66,6 +66,7 @@ type unitTable struct {
 	readyUnits   map[string]uint64   // units that are ready in the replicated state → epoch
 	fencedUnits  map[string]uint64   // of these, units that a stream showed as fenced → epoch
 	unseenUnits  map[string]struct{} // of these, units of which no rank was heard yet
+	olderUnits   map[string]bool     // units that a roll-out replaces next
 	pendingUnits int                 // units that may still become ready, by the state
 	noRoom       string              // why other units cannot be placed; "" if there are none
 	coming       comings

@@ -497,3 +497,22 @@ func (ar *appRouter) resetCache() int {
 	defer ar.mu.Unlock()
 	return len(ar.ranks)
 }
+
+// setOlderUnits stores which units a roll-out replaces next.
+func (ar *appRouter) setOlderUnits(units map[string]bool) {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	ar.olderUnits = units
+}
+
+// appendOlder appends the ranks of the units that a roll-out replaces next.
+func (ar *appRouter) appendOlder(dst []routing.RankID) []routing.RankID {
+	ar.mu.Lock()
+	defer ar.mu.Unlock()
+	for _, r := range ar.ranks {
+		if ar.olderUnits[r.Unit] {
+			dst = append(dst, r.ID)
+		}
+	}
+	return dst
+}

@@ -91,15 +91,13 @@ func (req search) decide() (rk *rank, f *failure, wait bool) {
 		return req.split.decide()
 	}
 	ar, none := req.app.router, routing.RankRef{}
-	for avoid := req.avoid; ; {
+	for avoid := req.avoided(); ; {
 		router := ar.router.Load()
 		if req.mate != none {
 			_, router = req.split.pair.router.Routers()
 		}
 		req.excludeTried()
-		if avoid != none {
-			req.query.Tried = append(req.query.Tried, avoid.ID)
-		}
+		req.query.Tried = append(req.query.Tried, avoid...)
 		req.query.ID = req.nextID()
 		// before the Router's lock, and for each decision, because the caches change
 		ar.describeRequest(&req.query, &req.prompt)
@@ -122,8 +120,8 @@ func (req search) decide() (rk *rank, f *failure, wait bool) {
 			case req.why == nil:
 				req.in.observeUndo(router, id, req.query.ID) // the rank is gone since the decision
 			}
-		case avoid != none:
-			avoid = none // there is no other
+		case len(avoid) > 0:
+			avoid = nil // there is no other
 		case req.choice.Kind == routing.Queue:
 			return nil, nil, true
 		default:
@@ -136,6 +134,18 @@ func (req search) decide() (rk *rank, f *failure, wait bool) {
 			}
 		}
 	}
+}
+
+// avoided are the ranks to be picked only if there is no other. A stream that goes on avoids ranks that a
+// roll-out replaces next, because it can move only so often.
+func (req search) avoided() (out []routing.RankID) {
+	if req.avoid != (routing.RankRef{}) {
+		out = append(out, req.avoid.ID)
+	}
+	if req.kept.isResumed {
+		out = req.app.router.appendOlder(out)
+	}
+	return out
 }
 
 // askRouter decides once, for one rank.
