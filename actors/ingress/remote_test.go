@@ -17,7 +17,7 @@ import (
 	"github.com/dpserve/dpserve/internal/rawconn"
 )
 
-// dataPort is another node's data port on loopback. Its connections are those of a
+// dataPort is another node's data port on loopback, or in the rig's network. Its connections are those of a
 // node port without TLS.
 type dataPort struct {
 	server *noderpc.DataServer
@@ -30,24 +30,33 @@ func (g *rig) dataPort(o *options) *dataPort {
 	for _, r := range g.replicas[:len(g.replicas)-o.home] {
 		r.node = "n2"
 	}
-	return newDataPort(g.t, g.feed, o.lease, o.timers.Admit)
+	return newDataPort(g.t, g.feed, o)
 }
 
-func newDataPort(tb testing.TB, f *feed, lease func() bool, admit time.Duration) *dataPort {
+func newDataPort(tb testing.TB, f *feed, o *options) *dataPort {
 	tb.Helper()
-	server := noderpc.NewDataServer(noderpc.DataConfig{
-		Feed: portFeed{f}, Caller: func(context.Context) (string, bool) { return "n1", true }, Serves: lease,
-		Log: slog.New(slog.DiscardHandler), Admit: admit,
-	})
-	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
+	c := noderpc.DataConfig{
+		Feed: portFeed{f}, Caller: func(context.Context) (string, bool) { return "n1", true },
+		Serves: o.lease, Log: slog.New(slog.DiscardHandler), Admit: o.timers.Admit,
+	}
+	dial := (&net.Dialer{}).DialContext
+	var l net.Listener
+	var err error
+	if o.network == nil {
+		l, err = (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
+	} else {
+		dial, c.Dial = o.network.DialContext, o.network.DialContext
+		l, err = o.network.Listen("n2:80")
+	}
 	require.NoError(tb, err)
+	server := noderpc.NewDataServer(c)
 	p := &dataPort{server: server, http: &http.Server{
 		Handler: server, ReadHeaderTimeout: time.Minute,
 		ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError),
 	}}
 	go func() { _ = p.http.Serve(rawListener{l}) }()
 	way := nodeport.NewTransport(func(ctx context.Context) (net.Conn, error) {
-		c, err := (&net.Dialer{}).DialContext(ctx, "tcp", l.Addr().String())
+		c, err := dial(ctx, "tcp", l.Addr().String())
 		return rawconn.Conn(c), err
 	})
 	p.client = noderpc.NewDataClient(func(string) (noderpc.DataTransport, error) { return way, nil })
@@ -70,8 +79,8 @@ func (l rawListener) Accept() (net.Conn, error) {
 	return rawconn.Conn(c), nil
 }
 
-// RP13, RP49b, RP50, RP53: for ranks of another node, clients and ranks see the same as for ranks of this
-// node. The tests of rank_conformance_test.go run for both anyway.
+// RP13, RP49b, RP50, RP53, RP60: for ranks of another node, clients and ranks see the same as for ranks of
+// this node. The tests of rank_conformance_test.go run for both anyway.
 func TestFar(t *testing.T) {
 	for name, test := range map[string]func(t *testing.T){
 		"Stalled": TestStalledStream, "SlowReader": TestSlowReader,
@@ -84,6 +93,8 @@ func TestFar(t *testing.T) {
 		"PassedOn": TestALargeBodyIsPassedOn, "PassedOnce": TestALargeBodyIsSentOnce,
 		"Reservation": TestReservation, "Generate": TestGenerate,
 		"GenerateEnds": TestGenerateEndsWithItsCaller,
+		"Comments":     TestClientsOfStreamsHearThatTheyWait, "Leaves": TestAClientThatLeavesWhileItWaits,
+		"CommentsInTheSeam": TestClientsHearInTheSeam, "Waits": TestStreamsWaitForARank,
 	} {
 		t.Run(name, test)
 	}
