@@ -1,12 +1,20 @@
 package main
 
 import (
+	"maps"
+	"net/http"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/dpserve/dpserve/client"
+	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/test/harness"
 )
 
 // rayFiles lists the Ray Serve LLM files of a folder of internal/app/testdata.
@@ -18,8 +26,16 @@ func rayFiles(t *testing.T, folder string) []string {
 	return paths
 }
 
-// CC10: convert prints each Ray Serve LLM file as a sound app.yaml with comments, and deploy sends the same
-// application.
+// sentBy returns what a command line sends to the cluster.
+func sentBy(t *testing.T, line ...string) client.DeployRequest {
+	t.Helper()
+	c := newCLI(t)
+	c.run(line)
+	require.Len(t, c.cluster.deployed, 1, c.stderr())
+	return c.cluster.deployed[0]
+}
+
+// Convert prints each Ray Serve LLM file as a sound app.yaml with comments, and deploy sends the same.
 func TestConvertPrintsRayFiles(t *testing.T) {
 	for _, path := range rayFiles(t, "ray") {
 		c := newCLI(t)
@@ -39,10 +55,7 @@ func TestConvertPrintsRayFiles(t *testing.T) {
 		c = newCLI(t)
 		c.stdin.Reset(printed)
 		require.Zero(t, c.run([]string{"validate", "-"}), c.stderr())
-		c = newCLI(t)
-		c.run([]string{"deploy", path, "--detach"})
-		require.Len(t, c.cluster.deployed, 1, c.stderr())
-		assert.Equal(t, "applications:"+own, string(c.cluster.deployed[0].Text), path)
+		assert.Equal(t, "applications:"+own, string(sentBy(t, "deploy", path, "--detach").Text), path)
 	}
 }
 
@@ -66,4 +79,50 @@ func TestFaultyRayFilesEndWithTwo(t *testing.T) {
 			}
 		}
 	}
+}
+
+// CC10: each Ray Serve LLM file serves: vLLM's command lines on nodes with the devices and labels that the file
+// wants, and the simulated engine on a node without any.
+func TestRayFilesServe(t *testing.T) {
+	for _, path := range rayFiles(t, "ray") {
+		if strings.Contains(path, "05_") {
+			continue // refused
+		}
+		t.Run(filepath.Base(path), func(t *testing.T) {
+			file, _, err := app.Parse(app.Default(), path, sentBy(t, "deploy", path, "--detach").Text)
+			require.NoError(t, err)
+			kinds := map[string]bool{} // of nodes
+			for _, a := range file.Applications {
+				kinds[a.Resources.Labels["accelerator"]] = true
+			}
+			nodes := slices.Collect(maps.Keys(kinds))
+			t.Run("vllm", func(t *testing.T) {
+				serveRay(t, file, file.Print(), harness.Nodes(len(nodes)), harness.Slots(16),
+					harness.Machine(func(i int) (string, map[string]string) {
+						return "16", map[string]string{"accelerator": nodes[i]}
+					}))
+			})
+			t.Run("sim", func(t *testing.T) {
+				serveRay(t, file, sentBy(t, "deploy", path, "--engine", "sim", "--detach").Text, harness.Slots(16))
+			})
+		})
+	}
+}
+
+// serveRay deploys a file and asks each of its models once, at its route prefix.
+func serveRay(t *testing.T, file *app.File, text []byte, options ...harness.Option) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t, options...)
+		c.Deploy(string(text))
+		for _, pools := range app.ByName(file.Applications) {
+			a := pools[0]
+			c.WaitStatus(a.Name, "RUNNING")
+			answer, err := c.Post(t.Context(), strings.TrimSuffix(a.RoutePrefix, "/")+"/v1/chat/completions",
+				harness.Chat(a.Model.ID, "hello", 4, false))
+			require.NoError(t, err)
+			require.NoError(t, answer.Body.Close())
+			assert.Equal(t, http.StatusOK, answer.StatusCode, a.Name)
+		}
+	})
 }

@@ -42,11 +42,13 @@ type Cluster struct {
 type Option func(*settings)
 
 type settings struct {
-	nodes  int
-	disk   string           // of data dirs; "" = in memory
-	roles  map[int][]string // by node; none = all
-	grows  bool             // it is a cluster even with one node
-	config server.Config
+	nodes int
+	disk  string           // of data dirs; "" = in memory
+	roles map[int][]string // by node; none = all
+	grows bool             // it is a cluster even with one node
+
+	machine func(i int) (gpus string, labels map[string]string) // see Machine
+	config  server.Config
 }
 
 // Nodes sets the number of nodes. One node runs alone. Several nodes form a cluster before New returns.

@@ -50,6 +50,11 @@ type Peer struct {
 // control.
 func Roles(i int, roles ...string) Option { return func(s *settings) { s.roles[i] = roles } }
 
+// Machine sets --gpus and --labels of the i-th node, counted from 0.
+func Machine(of func(i int) (gpus string, labels map[string]string)) Option {
+	return func(s *settings) { s.machine = of }
+}
+
 // OnLeaseLoss sets --on-lease-loss: serve, the default, or fence.
 func OnLeaseLoss(rule string) Option { return func(s *settings) { s.config.OnLeaseLoss = rule } }
 
@@ -85,6 +90,9 @@ func (c *Cluster) Grow() *Peer {
 	cfg.Launcher, cfg.Replace = launcher{c.Engines, m.Host}, m.Files.replace
 	if roles := s.roles[i]; len(roles) > 0 {
 		cfg.Roles = roles
+	}
+	if s.machine != nil {
+		cfg.GPUs, cfg.Labels = s.machine(i)
 	}
 	if s.nodes > 1 || s.grows {
 		cfg.Advertise, cfg.HTTPBind, cfg.AdminBind = m.Host, m.Host+":8000", m.Host+":8265"

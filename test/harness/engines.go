@@ -80,16 +80,14 @@ func newEngines(n *memnet.Network) *Engines {
 	return &Engines{net: n, epochs: map[owner]uint64{}}
 }
 
-// Start is that of a node.Launcher: the engine's own command line, without its process.
+// Start is that of a node.Launcher: the engine's own command line, without its process. The simulated engine
+// stands for vLLM, whose flags it knows.
 func (s *Engines) Start(_ context.Context, o node.LaunchOrder, stdout, stderr io.Writer) (
 	node.Process, error,
 ) {
 	l := o.Launch
-	at := slices.Index(l.Argv, "sim")
-	if at < 0 {
-		return nil, fmt.Errorf("start %v: only simulated engines run in this process", l.Argv)
-	}
-	args := slices.DeleteFunc(slices.Clone(l.Argv[at+1:]),
+	at := slices.IndexFunc(l.Argv, func(a string) bool { return strings.HasPrefix(a, "--") })
+	args := slices.DeleteFunc(slices.Clone(l.Argv[max(0, at):]),
 		func(a string) bool { return a == "--sim-watch-stdin" })
 	cfg, _, err := sim.ParseFlags(args)
 	if err != nil {
