@@ -42,7 +42,7 @@ func readApps(e *env, path string) (*appFile, error) {
 
 // parseApps reads a file with the defaults of base.
 func parseApps(e *env, base app.Application, name string, text []byte) (*appFile, error) {
-	file, warnings, err := app.ParseWith(base, name, text, besideOf(name))
+	file, warnings, err := parseFile(e, base, name, text)
 	for _, w := range warnings {
 		printMessage(e.io.Err, "warning: %s", w.String())
 	}
@@ -52,8 +52,27 @@ func parseApps(e *env, base app.Application, name string, text []byte) (*appFile
 	return &appFile{name: name, text: text, apps: file.Applications, changed: file.Foreign != ""}, nil
 }
 
-// besideOf returns how the model files are read that a file of Ray Serve names: paths begin at its folder.
-func besideOf(file string) app.ReadBeside {
+// addReading adds the flags of commands that read a file.
+func addReading(e *env, root *cobra.Command) {
+	for cmd := range allCommands(root) {
+		if !slices.Contains([]string{"up", "validate", "convert", "plan", "deploy"}, cmd.Name()) {
+			continue
+		}
+		cmd.Flags().StringVar(&e.rayReplicas, "ray-num-replicas", "",
+			"what num_replicas of a Ray Serve file with data_parallel_size counts: groups|ranks "+
+				"(default groups, and one group where both are equal)")
+	}
+}
+
+// parseFile reads a file in any form. Paths of model files that it names begin at its folder.
+func parseFile(e *env, base app.Application, name string, text []byte) (*app.File, []app.Warning, error) {
+	if err := checkOneOf("--ray-num-replicas", e.rayReplicas, "", app.RayGroups, app.RayRanks); err != nil {
+		return nil, nil, err
+	}
+	return app.ParseWith(base, name, text, app.Foreign{RayReplicas: e.rayReplicas, Beside: besideOf(name)})
+}
+
+func besideOf(file string) func(path string) ([]byte, error) {
 	return func(path string) ([]byte, error) {
 		if !filepath.IsAbs(path) {
 			path = filepath.Join(filepath.Dir(file), path)
@@ -280,7 +299,7 @@ func writeValidation(e *env, path string, output format) error {
 	if err != nil {
 		return err
 	}
-	file, warnings, err := app.ParseWith(app.Default(), path, text, besideOf(path))
+	file, warnings, err := parseFile(e, app.Default(), path, text)
 	var faults app.Faults
 	if err != nil && !errors.As(err, &faults) {
 		return err

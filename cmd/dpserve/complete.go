@@ -43,7 +43,8 @@ func addCompletions(e *env, root *cobra.Command) {
 	byFlag := map[string][]cobra.Completion{
 		"engine": {engineSim}, "roles": server.AllRoles(), "on-lease-loss": {"serve", "fence"},
 		"from": dialects, "policy": routing.Names(), "identity": {app.IdentityText, app.IdentityTokens},
-		"log-format": {"text", "json"}, "log-level": {"debug", "info", "warn", "error"},
+		"ray-num-replicas": {app.RayGroups, app.RayRanks},
+		"log-format":       {"text", "json"}, "log-level": {"debug", "info", "warn", "error"},
 	}
 	for cmd := range allCommands(root) {
 		switch words := byCommand[commandName(cmd)]; {

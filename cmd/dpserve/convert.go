@@ -59,7 +59,7 @@ func runConvert(e *env, path string) error {
 	if err != nil {
 		return err
 	}
-	file, notes, err := app.ParseWith(app.Default(), path, text, besideOf(path))
+	file, notes, err := parseFile(e, app.Default(), path, text)
 	if err != nil {
 		return err
 	}

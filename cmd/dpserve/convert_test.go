@@ -81,8 +81,8 @@ func TestFaultyRayFilesEndWithTwo(t *testing.T) {
 	}
 }
 
-// CC10: each Ray Serve LLM file serves: vLLM's command lines on nodes with the devices and labels that the file
-// wants, and the simulated engine on a node without any.
+// CC10: each Ray Serve LLM file serves: vLLM's command lines on nodes with the devices and labels that the
+// file wants, and the simulated engine on a node without any.
 func TestRayFilesServe(t *testing.T) {
 	for _, path := range rayFiles(t, "ray") {
 		if strings.Contains(path, "05_") {
@@ -103,7 +103,8 @@ func TestRayFilesServe(t *testing.T) {
 					}))
 			})
 			t.Run("sim", func(t *testing.T) {
-				serveRay(t, file, sentBy(t, "deploy", path, "--engine", "sim", "--detach").Text, harness.Slots(16))
+				sent := sentBy(t, "deploy", path, "--engine", "sim", "--detach")
+				serveRay(t, file, sent.Text, harness.Slots(16))
 			})
 		})
 	}

@@ -34,6 +34,7 @@ type env struct {
 	addr           string  // --addr
 	adminTokenFile string  // --admin-token-file
 	noColor        bool    // --no-color
+	rayReplicas    string  // --ray-num-replicas
 	scr            *screen // of the command; made by screen
 }
 

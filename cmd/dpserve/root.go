@@ -83,6 +83,7 @@ func newRoot(e *env) *cobra.Command {
 		newLogs(e), newEvents(e), newDelete(e), newRanks(e), newNodes(e), newDrain(e), newRestart(e),
 		newUndrain(e), newLeave(e), newRecover(e), newToken(e), newDoctor(e), newBench(e), newVersion(e),
 		newCompletion(e))
+	addReading(e, root)
 	root.DisableFlagsInUseLine = true
 	for cmd := range allCommands(root) {
 		cmd.DisableFlagsInUseLine = true

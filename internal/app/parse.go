@@ -21,8 +21,20 @@ type File struct {
 	Foreign string `json:"-"`
 }
 
-// ReadBeside reads a file that an application file names, by its path from there.
-type ReadBeside func(path string) ([]byte, error)
+// Foreign says how a file is read that was written for another tool.
+type Foreign struct {
+	// Beside reads a file that the file names, by its path from there; nil: no other file can be read
+	Beside func(path string) ([]byte, error)
+	// RayReplicas is what num_replicas of Ray Serve counts where data_parallel_size is set: RayGroups,
+	// RayRanks, or "": groups, or one group if both numbers are equal
+	RayReplicas string
+}
+
+// Values of RayReplicas.
+const (
+	RayGroups = "groups"
+	RayRanks  = "ranks"
+)
 
 // Parse reads text (YAML, or JSON, which is YAML) and checks every rule of a file. The error is a Faults with
 // all faults, sorted by position; then the File is nil. Warnings are about legal but surprising values and
@@ -30,13 +42,13 @@ type ReadBeside func(path string) ([]byte, error)
 // refer to text. Parse also reads files that were written for Ray Serve LLM; those that name files of models
 // need ParseWith.
 func Parse(base Application, file string, text []byte) (*File, []Warning, error) {
-	return ParseWith(base, file, text, nil)
+	return ParseWith(base, file, text, Foreign{})
 }
 
-// ParseWith is Parse for a text that may name other files, which it reads by beside.
-func ParseWith(base Application, file string, text []byte, beside ReadBeside) (*File, []Warning, error) {
+// ParseWith is Parse that reads a file of another tool as foreign says.
+func ParseWith(base Application, file string, text []byte, foreign Foreign) (*File, []Warning, error) {
 	d := newDecoder(file)
-	d.base, d.beside = base, beside
+	d.base, d.foreign = base, foreign
 	root := d.load(text)
 	var drafts []*draft
 	for _, a := range d.read(root) {
@@ -56,7 +68,7 @@ func ParseWith(base Application, file string, text []byte, beside ReadBeside) (*
 	if len(d.faults) > 0 {
 		return nil, d.warnings, d.faults.sorted()
 	}
-	out := &File{Foreign: d.foreign}
+	out := &File{Foreign: d.tool}
 	for _, a := range drafts {
 		checked := a.Application // a copy, so that the draft and the decoder can go
 		out.Applications = append(out.Applications, &checked)
@@ -181,8 +193,8 @@ type decoder struct {
 	// a pool's own values are being read over those of its application, so none of them is required
 	isOverlay bool
 
-	foreign string            // see File
-	beside  ReadBeside        // nil: no other file can be read
+	foreign Foreign
+	tool    string            // File.Foreign
 	origins map[string]string // of a converted file: path here → path in the file
 }
 

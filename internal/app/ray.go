@@ -33,7 +33,7 @@ type rayFile struct {
 
 // convertRay returns the tree of our own file. Keys without effect are warnings.
 func (d *decoder) convertRay(root *node) *node {
-	d.foreign = foreignRay
+	d.tool = foreignRay
 	f := &rayFile{d: d, origins: map[string]string{}}
 	whole := cursor{d, root, ""}
 	if root.get("model_loading_config") != nil {
@@ -227,14 +227,14 @@ func (f *rayFile) open(c cursor) cursor {
 		c.isMap()
 		return c
 	}
-	if f.d.beside == nil {
+	if f.d.foreign.Beside == nil {
 		c.refuse(Fault{
 			Message: "the model file " + strconv.Quote(c.n.text) + " is not at hand",
 			Hint:    "dpserve deploy reads it; or write its content here",
 		})
 		return c
 	}
-	text, err := f.d.beside(c.n.text)
+	text, err := f.d.foreign.Beside(c.n.text)
 	if f.besides += len(text); err != nil || f.besides > MaxFileBytes {
 		message := "the model files have more than " + strconv.Itoa(MaxFileBytes) + " bytes together"
 		if err != nil {

@@ -19,13 +19,13 @@ type rayModel struct {
 	index   int    // of app
 	side    string // PoolPrefill, PoolDecode, or "" for an application with one pool
 
-	replicas, dpSize int
+	replicas, dpSize int // 0: not written
 	sizeAt           cursor
 }
 
 func (f *rayFile) model(c cursor, builder string, over map[string]*rayOverride) *rayModel {
 	return &rayModel{
-		f: f, c: c, builder: builder, over: over, index: len(f.out), replicas: 1, sizeAt: c,
+		f: f, c: c, builder: builder, over: over, index: len(f.out), sizeAt: c,
 		app: &node{place: c.n.place, shape: mapShape, size: 1},
 	}
 }
@@ -270,24 +270,27 @@ func (n *node) sub(key string) *node {
 	return n.get(key)
 }
 
-// writeSizes writes what num_replicas and data_parallel_size mean together. In the builders of groups, a
-// number of replicas is one of groups; Ray Serve before 2.55 counted ranks.
+// writeSizes writes what num_replicas and data_parallel_size mean together, as Foreign.RayReplicas says.
 func (m *rayModel) writeSizes() {
 	number := func(n int, keys ...string) { m.put(m.sizeAt, strconv.Itoa(n), intShape, m.own(keys...)...) }
 	if m.dpSize <= 1 {
-		number(m.replicas, "data_parallel", "dp_size")
+		number(max(1, m.replicas), "data_parallel", "dp_size")
 		m.put(m.sizeAt, string(Independent), textShape, m.own("data_parallel", "coupling")...)
 		return
 	}
 	number(m.dpSize, "data_parallel", "dp_size")
 	m.put(m.sizeAt, string(Lockstep), textShape, m.own("data_parallel", "coupling")...)
-	groups := m.replicas
-	if groups == m.dpSize {
+	groups := max(1, m.replicas)
+	switch counts := m.f.d.foreign.RayReplicas; {
+	case counts == RayRanks && m.replicas > 0:
+		number(m.replicas, "num_replicas")
+		return
+	case counts == "" && groups == m.dpSize:
 		groups = 1
 		m.note(m.sizeAt,
 			"num_replicas = data_parallel_size is read as one group, as Ray Serve before 2.55 did",
-			"dpserve convert prints the file; write num_groups there for more")
-	} else {
+			"--ray-num-replicas "+RayGroups+" reads it as the number of groups")
+	default:
 		m.note(m.sizeAt, "read as lockstep ranks, "+strconv.Itoa(m.dpSize)+" a group; number of groups: "+
 			strconv.Itoa(groups),
 			"for a dense model write coupling: independent")

@@ -2,6 +2,7 @@ package app
 
 import (
 	"flag"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -19,9 +20,9 @@ func parseRay(t *testing.T, path string) (*File, []Warning, error) {
 	t.Helper()
 	text, err := os.ReadFile(path)
 	require.NoError(t, err)
-	return ParseWith(Default(), filepath.Base(path), text, func(name string) ([]byte, error) {
+	return ParseWith(Default(), filepath.Base(path), text, Foreign{Beside: func(name string) ([]byte, error) {
 		return os.ReadFile(filepath.Join(filepath.Dir(path), name))
-	})
+	}})
 }
 
 // TestRayFilesBecomeApplications: the canonical form of every good file, and its notes.
@@ -112,4 +113,42 @@ func TestABareModelConfigurationIsAnApplication(t *testing.T) {
 	assert.Equal(t, "llama-3-1-8b", a.Name)
 	assert.Equal(t, 2, a.NumReplicas)
 	assert.Equal(t, map[string]string{"HF_TOKEN": "hf_xxx"}, a.Engine.Env)
+}
+
+// RG2: what num_replicas counts in a file of Ray Serve with data_parallel_size, as it is read and as
+// --ray-num-replicas forces it. 0 is a key that is left out.
+func TestNumReplicasOfARayFile(t *testing.T) {
+	t.Parallel()
+	const byGroups, ranks = RayGroups, RayRanks
+	for _, row := range []struct {
+		dpSize, replicas int
+		counts           string
+		want             string // ranks in groups; else a part of the fault
+	}{
+		{0, 0, "", "1 in 1"}, {0, 3, "", "3 in 1"}, {1, 1, "", "1 in 1"}, {4, 0, "", "4 in 1"},
+		{4, 4, "", "4 in 1"}, {4, 8, "", "32 in 8"}, {4, 6, "", "24 in 6"}, {4, 3, "", "12 in 3"},
+		{4, 4, byGroups, "16 in 4"}, {4, 0, byGroups, "4 in 1"}, {4, 0, ranks, "4 in 1"},
+		{4, 4, ranks, "4 in 1"}, {4, 8, ranks, "8 in 2"},
+		{4, 6, ranks, "a multiple of dp_size"}, {4, 3, ranks, "a multiple of dp_size"},
+	} {
+		text := "applications:\n- import_path: ray.serve.llm:build_dp_openai_app\n  args:\n" +
+			"    llm_config: {model_loading_config: {model_id: m}, "
+		if row.replicas > 0 {
+			text += fmt.Sprintf("deployment_config: {num_replicas: %d}, ", row.replicas)
+		}
+		if row.dpSize > 0 {
+			text += fmt.Sprintf("engine_kwargs: {data_parallel_size: %d}", row.dpSize)
+		}
+		file, warnings, err := ParseWith(Default(), "llm.yaml", []byte(text+"}\n"),
+			Foreign{RayReplicas: row.counts})
+		if err != nil {
+			require.ErrorContains(t, err, row.want, row)
+			continue
+		}
+		a := file.Applications[0]
+		groups := a.NumReplicas / a.DataParallel.DPSize
+		assert.Equal(t, row.want, fmt.Sprintf("%d in %d", a.NumReplicas, groups), row)
+		isForced := row.counts == ranks && row.replicas > 0
+		assert.Equal(t, row.dpSize > 1 && !isForced, len(warnings) > 0, "%v: %v", row, warnings)
+	}
 }
