@@ -71,6 +71,7 @@ func TestDeployFailed(t *testing.T) {
 	assert.Empty(t, cli.stdout())
 }
 
+// CC5: --timeout ends with 8, and the roll-out goes on.
 func TestDeployTimeout(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.script = [][]client.AppStatus{{}, {demo(client.StatusDeploying, 2, state.Starting)}}
@@ -91,6 +92,7 @@ func TestDeployEndsWhenTheAppIsDeleted(t *testing.T) {
 	}
 }
 
+// CC5: Ctrl-C in the monitor ends with 130, and the roll-out goes on.
 func TestDeployInterrupted(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.script = [][]client.AppStatus{{}, {demo(client.StatusDeploying, 2, state.Starting)}}
@@ -105,6 +107,7 @@ func TestDeployInterrupted(t *testing.T) {
 	assert.Empty(t, cli.cluster.deleted)
 }
 
+// CC5: --detach watches nothing.
 func TestDeployDetach(t *testing.T) {
 	cli := newCLI(t)
 	cli.cluster.script = [][]client.AppStatus{{}}
@@ -125,6 +128,7 @@ func TestDeployDryRun(t *testing.T) {
 	assert.Equal(t, "demo\nother\n", cli.stdout())
 }
 
+// CC3: --prune names what it deletes and wants a confirmation.
 func TestDeployPrune(t *testing.T) {
 	other := named("other", client.StatusRunning, 1)
 	cli := newCLI(t)

@@ -4,9 +4,12 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"net/http"
+	"net/url"
 	"os"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
@@ -14,6 +17,7 @@ import (
 
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/test/harness"
 )
 
 const faulty = "applications:\n  - nam: demo\n    model: {id: demo}\n    engine: {kind: vlm}\n"
@@ -123,6 +127,47 @@ func TestValidateJSON(t *testing.T) {
 	c = newCLI(t)
 	require.Equal(t, 2, c.run([]string{"validate", "/nowhere/app.yaml", "-o", "json"}))
 	assert.Contains(t, lastError(t, c).Message, "cannot read /nowhere/app.yaml")
+}
+
+// CC1: seven faults of five kinds (a key that is unknown or missing, a value of another type or out of range,
+// a name that is taken) are all named at once with place, path and hint: the same by validate, deploy and the
+// node.
+func TestFaultsAreTheSameEverywhere(t *testing.T) {
+	const text = `applications:
+  - nam: demo
+    model: {id: demo}
+    engine: {kind: vlm, args: {max_num_seqs: 8}}
+    data_parallel: {dp_size: 0}
+  - name: other
+    model: {id: demo}
+    engine: {kind: sim, startup_timeout_s: soon}
+    max_ongoing_requests: -4
+`
+	path := file(t, text)
+	c := newCLI(t)
+	require.Equal(t, 2, c.run([]string{"validate", path, "-o", "json"}))
+	faults := decode[validateDocument](t, c.stdout()).Faults
+	require.Len(t, faults, 7)
+	for _, f := range faults {
+		assert.Positive(t, f.Line)
+		assert.NotEmpty(t, f.Path)
+		assert.NotEmpty(t, f.Hint+f.Wanted)
+	}
+	validate, deploy := newCLI(t), newCLI(t)
+	require.Equal(t, 2, validate.run([]string{"validate", path}))
+	require.Equal(t, 2, deploy.run([]string{"deploy", path}))
+	assert.Contains(t, validate.stderr(), "dpserve: 7 faults\n")
+	assert.Contains(t, validate.stderr(), `did you mean "name"?`)
+	assert.Equal(t, validate.stderr(), deploy.stderr())
+	synctest.Test(t, func(t *testing.T) {
+		code, answer := harness.New(t).Do(http.MethodPut, "/api/v1/apps?file="+url.QueryEscape(path), text)
+		assert.Equal(t, http.StatusBadRequest, code)
+		var refused struct {
+			Error struct{ Faults []client.Fault }
+		}
+		require.NoError(t, json.Unmarshal([]byte(answer), &refused), answer)
+		assert.Equal(t, faults, completeFaults(refused.Error.Faults))
+	})
 }
 
 // The flag comes before the variable, and that before the default.

@@ -215,6 +215,32 @@ func TestFlagUsages(t *testing.T) {
 	}
 }
 
+// CC7: in a pipe, each command that reads prints one JSON document on stdout, without escape sequences, and
+// what it warns of on stderr. Nothing is coloured that no terminal reads.
+func TestDocumentsInAPipe(t *testing.T) {
+	warned := file(t, "applications: [{name: demo, model: {id: demo}, engine: {kind: sim}, "+
+		"routing: {policy: cohorts}}]\n")
+	for _, line := range []string{
+		"validate " + warned, "plan " + warned, "deploy --detach " + warned, "deploy --dry-run " + warned,
+		"status", "status demo", "nodes", "router show demo", "token list", "version",
+	} {
+		for _, output := range []string{"json", "yaml", "name", "table"} {
+			c := completingCLI(t)
+			c.cluster.nodes.plan.Fits = true
+			code := c.run(append(strings.Fields(line), "-o", output))
+			if output == "json" {
+				decode[map[string]any](t, c.stdout())
+			}
+			assert.Zero(t, code, "%s: %s", line, c.stderr())
+			assert.NotContains(t, c.stdout()+c.stderr(), "\x1b", line)
+			if strings.Contains(line, warned) && !strings.HasPrefix(line, "validate") {
+				assert.Contains(t, c.stderr(), "warning: "+warned, line)
+			}
+			assert.NotContains(t, c.stdout(), "dpserve: ", line)
+		}
+	}
+}
+
 // Documents begin with their version. They show the characters of HTML as they are, lines escape them.
 func TestDocumentsKeepTheirText(t *testing.T) {
 	var b strings.Builder

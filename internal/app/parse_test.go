@@ -479,6 +479,7 @@ func TestThePolicyFollowsTheCoupling(t *testing.T) {
 	}
 }
 
+// CC8: the sample is sound and has every key.
 func TestSampleShowsEveryKey(t *testing.T) {
 	t.Parallel()
 	_, warnings, err := Parse(Default(), "sample", Sample())

@@ -310,7 +310,7 @@ func textSchema(f *format) object {
 	return s
 }
 
-// TestSchemaAcceptsExamples checks the schema with the files that the reader accepts, and with some faults.
+// CC8: the schema takes the files that the reader accepts, and refuses what the reader refuses.
 func TestSchemaAcceptsExamples(t *testing.T) {
 	schema := fileSchema(t)
 	files, err := filepath.Glob("../../examples/*/app.yaml")

@@ -217,7 +217,7 @@ func drawFile(t *rapid.T) *File {
 	return f
 }
 
-// TestPrintParses: parse(print(x)) = x.
+// CC8: parse(print(x)) = x for drawn files.
 func TestPrintParses(t *testing.T) {
 	t.Parallel()
 	rapid.Check(t, func(t *rapid.T) {

@@ -8,12 +8,14 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/test/harness"
 )
 
@@ -50,6 +52,67 @@ func TestFromDeployToAnswer(t *testing.T) {
 		c.Delete("chat")
 		c.Until("chat gone", gone(c, "chat"))
 		assert.Empty(t, c.Engines.Live())
+	})
+}
+
+// CC2, CC3, CC5: a deploy of the same file again is no change, and one changed field is that of its application
+// alone. An application that a file lacks stays unless prune is asked for. A change made for an older revision
+// is refused. Of two deploys at once for the last 8 slots one finds a place.
+func TestDeploysBesideEachOther(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := harness.New(t, harness.Slots(12))
+		one, two := simApp("one", 2, "independent", ""), simApp("two", 2, "lockstep", "")
+		both := one + strings.TrimPrefix(two, "applications:\n")
+		c.Deploy(both)
+		c.WaitStatus("one", "RUNNING")
+		c.WaitStatus("two", "RUNNING")
+
+		plan := func(text string) (changed []string, revision uint64) {
+			code, answer := c.Do(http.MethodPost, "/api/v1/plan?file=app.yaml", text)
+			require.Equal(t, http.StatusOK, code, answer)
+			var got struct{ Plan client.Plan }
+			require.NoError(t, json.Unmarshal([]byte(answer), &got))
+			for _, a := range got.Plan.Apps {
+				if a.Effect != client.EffectUnchanged {
+					changed = append(changed, a.App)
+				}
+			}
+			return changed, got.Plan.Revision
+		}
+		changed, revision := plan(both)
+		assert.Empty(t, changed)
+		changed, _ = plan(both + "    max_ongoing_requests: 7\n")
+		assert.Equal(t, []string{"two"}, changed)
+
+		at := fmt.Sprintf("/api/v1/apps?file=app.yaml&revision=%d", revision)
+		code, answer := c.Do(http.MethodPut, at, one+"    max_ongoing_requests: 7\n")
+		require.Equal(t, http.StatusAccepted, code, answer)
+		_, ok := c.App("two")
+		assert.True(t, ok, "no file deletes what it does not list")
+		code, answer = c.Do(http.MethodPut, at, one+"    max_ongoing_requests: 8\n")
+		assert.Equal(t, http.StatusConflict, code, answer)
+
+		var racers sync.WaitGroup
+		for _, name := range []string{"three", "four"} {
+			racers.Go(func() { put(t.Context(), c.Peer(0), simApp(name, 8, "lockstep", "")) })
+		}
+		racers.Wait()
+		c.Until("one of both runs, and the other is refused or waits", func() error {
+			three, _ := c.App("three")
+			four, _ := c.App("four")
+			if three.Ready+four.Ready != 8 || three.Ready*four.Ready != 0 {
+				return fmt.Errorf("three has %d ranks, four has %d", three.Ready, four.Ready)
+			}
+			return nil
+		})
+		assert.Len(t, c.Engines.Live(), 12, "one for each slot")
+
+		code, answer = c.Do(http.MethodPut, "/api/v1/apps?file=app.yaml&prune=true", two)
+		require.Equal(t, http.StatusAccepted, code, answer)
+		for _, name := range []string{"one", "three", "four"} {
+			c.Until(name+" gone", gone(c, name))
+		}
+		c.WaitStatus("two", "RUNNING")
 	})
 }
 
