@@ -125,11 +125,21 @@ func TestNumReplicasOfARayFile(t *testing.T) {
 		counts           string
 		want             string // ranks in groups; else a part of the fault
 	}{
-		{0, 0, "", "1 in 1"}, {0, 3, "", "3 in 1"}, {1, 1, "", "1 in 1"}, {4, 0, "", "4 in 1"},
-		{4, 4, "", "4 in 1"}, {4, 8, "", "32 in 8"}, {4, 6, "", "24 in 6"}, {4, 3, "", "12 in 3"},
-		{4, 4, byGroups, "16 in 4"}, {4, 0, byGroups, "4 in 1"}, {4, 0, ranks, "4 in 1"},
-		{4, 4, ranks, "4 in 1"}, {4, 8, ranks, "8 in 2"},
-		{4, 6, ranks, "a multiple of dp_size"}, {4, 3, ranks, "a multiple of dp_size"},
+		{0, 0, "", "1 in 1"},
+		{0, 3, "", "3 in 1"},
+		{1, 1, "", "1 in 1"},
+		{4, 0, "", "4 in 1"},
+		{4, 4, "", "4 in 1"},
+		{4, 8, "", "32 in 8"},
+		{4, 6, "", "24 in 6"},
+		{4, 3, "", "12 in 3"},
+		{4, 4, byGroups, "16 in 4"},
+		{4, 0, byGroups, "4 in 1"},
+		{4, 0, ranks, "4 in 1"},
+		{4, 4, ranks, "4 in 1"},
+		{4, 8, ranks, "8 in 2"},
+		{4, 6, ranks, "a multiple of dp_size"},
+		{4, 3, ranks, "a multiple of dp_size"},
 	} {
 		text := "applications:\n- import_path: ray.serve.llm:build_dp_openai_app\n  args:\n" +
 			"    llm_config: {model_loading_config: {model_id: m}, "

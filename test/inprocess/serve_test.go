@@ -55,9 +55,9 @@ func TestFromDeployToAnswer(t *testing.T) {
 	})
 }
 
-// CC2, CC3, CC5: a deploy of the same file again is no change, and one changed field is that of its application
-// alone. An application that a file lacks stays unless prune is asked for. A change made for an older revision
-// is refused. Of two deploys at once for the last 8 slots one finds a place.
+// CC2, CC3, CC5: a deploy of the same file again is no change, and one changed field is that of its
+// application alone. An application that a file lacks stays unless prune is asked for. A change made for an
+// older revision is refused. Of two deploys at once for the last 8 slots one finds a place.
 func TestDeploysBesideEachOther(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Slots(12))
