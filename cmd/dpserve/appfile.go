@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -15,6 +16,7 @@ import (
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/nearest"
 	"github.com/dpserve/dpserve/internal/problem"
 )
 
@@ -66,7 +68,8 @@ func addReading(e *env, root *cobra.Command) {
 
 // parseFile reads a file in any form. Paths of model files that it names begin at its folder.
 func parseFile(e *env, base app.Application, name string, text []byte) (*app.File, []app.Warning, error) {
-	if err := checkOneOf("--ray-num-replicas", e.rayReplicas, "", app.RayGroups, app.RayRanks); err != nil {
+	if err := nearest.CheckFlag("--ray-num-replicas", cmp.Or(e.rayReplicas, app.RayGroups), app.RayGroups,
+		app.RayRanks); err != nil {
 		return nil, nil, err
 	}
 	return app.ParseWith(base, name, text, app.Foreign{RayReplicas: e.rayReplicas, Beside: besideOf(name)})
