@@ -53,7 +53,7 @@ func TestControlled(t *testing.T) {
 	})
 }
 
-// RP55: the stream has the adapters of the file, then those that the engine lists. They are asked for every
+// RP62: the stream has the adapters of the file, then those that the engine lists. They are asked for every
 // 10 s, and at once after a control call, also one that comes while the engine is asked.
 func TestAdaptersOfTheEngine(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -27,7 +27,7 @@ func (r *replica) load(names ...string) {
 	r.emit(&msg.Record{Kind: msg.RecAdapters, Adapters: names})
 }
 
-// RP55: a request for an adapter goes only to ranks that have it, near and far, under the engine's name, and
+// RP62: a request for an adapter goes only to ranks that have it, near and far, under the engine's name, and
 // the answer has the client's. It waits for a rank that starts again, and holds up no other request. An
 // adapter that no rank has is 404. /v1/models lists those that engines have loaded, and explain says which
 // ranks have none.
@@ -133,7 +133,7 @@ func TestTheEnginesNameOfAnAdapter(t *testing.T) {
 	}
 }
 
-// RP55: with two pools, both ranks of a pair have the adapter. Where no prefill rank has it, a decode rank
+// RP62: with two pools, both ranks of a pair have the adapter. Where no prefill rank has it, a decode rank
 // computes the prompt; where no decode rank has it, it is 404.
 func TestPairsHaveTheAdapter(t *testing.T) {
 	t.Parallel()
@@ -165,7 +165,7 @@ func TestPairsHaveTheAdapter(t *testing.T) {
 	}
 }
 
-// RP55: a lockstep group's queue holds what any rank may serve. A request whose adapter only some ranks have
+// RP62: a lockstep group's queue holds what any rank may serve. A request whose adapter only some ranks have
 // waits beside it, for those ranks.
 func TestLockstepGroupsHoldNoRequestForSomeRanks(t *testing.T) {
 	t.Parallel()

@@ -54,7 +54,7 @@ func TestAttachedEnginesWithNamesOfTheirOwn(t *testing.T) {
 	})
 }
 
-// RP55: an adapter is known by rank, as the engine lists it. After a control call has loaded it, status shows
+// RP62: an adapter is known by rank, as the engine lists it. After a control call has loaded it, status shows
 // it, and a request goes only where its adapter is, under either of its names. Unloaded everywhere, the model
 // is not found.
 func TestAdaptersAreKnownByRank(t *testing.T) {
