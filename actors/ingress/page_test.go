@@ -110,7 +110,8 @@ func TestThePageHasEveryLimit(t *testing.T) {
 	page, l, timers := endpointPart(t), Limits{}.withDefaults(), Timers{}.withDefaults()
 	for _, row := range []string{
 		fmt.Sprintf("| body | %d MiB; `--max-body` takes up to %d MiB |", l.MaxBody>>20, LargestMaxBody>>20),
-		fmt.Sprintf("| memory of all bodies on this node | %d MiB, ", l.bodyBudget(0)>>20),
+		fmt.Sprintf("| memory of all bodies on this node | %d MiB, up to %d GiB with a larger",
+			l.bodyBudget(0)>>20, Limits{MaxBody: LargestMaxBody}.bodyBudget(0)>>30),
 		fmt.Sprintf("is slower than %d KiB/s | %.0f s |", bodyRate>>10, timers.BodyStall.Seconds()),
 		fmt.Sprintf("| body as a whole, up to %d MiB | %.0f minutes |", wholeBody>>20,
 			timers.wholeBody().Minutes()),

@@ -20,7 +20,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A row of a document says with a comment which constants its quantities are, in the order of the row:
+// A row of a table says with a comment which constants its quantities are, in the order of the row. So may a
+// paragraph or an item of a list:
 //
 //	| probe; pause | 1 s; 100 ms | <!-- const: node.probe, node.pause/2 -->
 //
@@ -28,7 +29,7 @@ import (
 // the function Timers, gives a field first. a == b says that both are this quantity.
 var (
 	constComment = regexp.MustCompile(`<!-- const: (.*?) -->`)
-	quantity     = regexp.MustCompile(`(?:(\d[\d.]*) to )?(\d[\d.]*) ` +
+	quantity     = regexp.MustCompile(`(?:(\d[\d.]*) to )?(\d[\d.]*)\s` +
 		`(ms|s|min|minutes|h|d|%|KiB|MiB|GiB)(?:\W|$)`)
 )
 
@@ -39,47 +40,60 @@ var unitOf = map[string]int64{
 	"%": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30,
 }
 
-// TestTablesNameTheirConstants: each time in docs/internals.md is the value of the constants that its row
-// names. So is each quantity of another table in which a row names constants.
+// TestTablesNameTheirConstants: each time in docs/internals.md#times is the value of the constants that its
+// row names. So is each quantity of another table in which a row names constants, and of each paragraph that
+// names some.
 func TestTablesNameTheirConstants(t *testing.T) {
 	all := declared(tree(t))
-	found := map[string]int{}
+	compared := map[string]int{}
 	for _, file := range texts(t) {
 		if path.Ext(file) != ".md" {
 			continue
 		}
-		text, err := os.ReadFile(filepath.Join("..", "..", filepath.FromSlash(file)))
+		page, err := os.ReadFile(filepath.Join("..", "..", filepath.FromSlash(file)))
 		require.NoError(t, err)
-		for _, table := range tablesOf(string(text)) {
-			if !constComment.MatchString(strings.Join(table, "\n")) {
+		for _, block := range blocks(string(page)) {
+			if !constComment.MatchString(strings.Join(block, "")) {
 				continue
 			}
-			for _, row := range table {
-				found[file]++
-				if fault := all.rowFault(row); fault != "" {
-					t.Errorf("%s: %s: %s", file, strings.TrimSpace(strings.Split(row, "|")[1]), fault)
+			for _, text := range block {
+				compared[file]++
+				if fault := all.fault(text); fault != "" {
+					t.Errorf("%s: %s: %s", file, label(text), fault)
 				}
 			}
 		}
 	}
-	assert.Greater(t, found["docs/internals.md"], 25, "this test no longer finds the table of times")
+	assert.Greater(t, compared["docs/internals.md"], 25, "this test no longer finds the table of times")
 }
 
-// tablesOf are the tables of a page, as rows.
-func tablesOf(page string) (out [][]string) {
-	within := false
+// blocks are the tables of a page, as their rows, and its paragraphs and items of lists, each as one text.
+func blocks(page string) (out [][]string) {
+	inTable, inText := false, false
 	for line := range strings.Lines(page) {
-		if !strings.HasPrefix(line, "|") {
-			within = false
-			continue
+		isRow, isBlank := strings.HasPrefix(line, "|"), strings.TrimSpace(line) == ""
+		isItem := strings.HasPrefix(strings.TrimSpace(line), "- ")
+		switch last := len(out) - 1; {
+		case isBlank:
+		case isRow && inTable:
+			out[last] = append(out[last], line)
+		case inText && !isRow && !isItem:
+			out[last][0] += line
+		default:
+			out = append(out, []string{line})
 		}
-		if !within {
-			out = append(out, nil)
-		}
-		within = true
-		out[len(out)-1] = append(out[len(out)-1], line)
+		inTable, inText = isRow, !isRow && !isBlank
 	}
 	return out
+}
+
+// label is the first cell of a row, or the first line of other texts.
+func label(text string) string {
+	if strings.HasPrefix(text, "|") {
+		return strings.TrimSpace(strings.Split(text, "|")[1])
+	}
+	first, _, _ := strings.Cut(text, "\n")
+	return first
 }
 
 // constants are what the code says by package.name: expressions of constants, and functions, those of a type
@@ -120,10 +134,10 @@ func (c constants) add(pkg string, file *ast.File) {
 	}
 }
 
-// rowFault says which quantity of a row differs from its constant; "" if none does.
-func (c constants) rowFault(row string) string {
+// fault says which quantity of a text differs from its constant; "" if none does.
+func (c constants) fault(text string) string {
 	list := ""
-	if comment := constComment.FindStringSubmatch(row); comment != nil {
+	if comment := constComment.FindStringSubmatch(text); comment != nil {
 		list = comment[1]
 	}
 	call, err := parser.ParseExpr("f(" + list + ")")
@@ -131,7 +145,7 @@ func (c constants) rowFault(row string) string {
 		return fmt.Sprintf("%q is no list of constants: %v", list, err)
 	}
 	names := call.(*ast.CallExpr).Args
-	said := quantities(constComment.ReplaceAllString(row, ""))
+	said := quantities(constComment.ReplaceAllString(text, ""))
 	if len(said) != len(names) {
 		return fmt.Sprintf("it has %d quantities and names %d constants", len(said), len(names))
 	}
@@ -188,7 +202,7 @@ func (c constants) value(pkg string, expr ast.Expr) (constant.Value, error) {
 			}
 		}
 	}
-	return nil, errors.New("this test cannot evaluate an expression that the row names")
+	return nil, errors.New("this test cannot evaluate an expression that the text names")
 }
 
 func (c constants) named(pkg, name string) (constant.Value, error) {
@@ -272,8 +286,8 @@ func (c constants) field(pkg, of, field string) (constant.Value, error) {
 	return out, nil
 }
 
-// TestRowFault checks the checker on a small package.
-func TestRowFault(t *testing.T) {
+// TestConstantsFault checks the checker on a small package.
+func TestConstantsFault(t *testing.T) {
 	const text = `package p
 const (
 	wait = 2 * time.Second
@@ -305,6 +319,12 @@ func (t *Others) set() { orDefault(&t.Admit, 5*time.Second) }`
 		{"| gone | 2 s | <!-- const: p.gone -->", "the code has 0 constants p.gone"},
 		{"| gone | 2 s | <!-- const: p.Timers.Gone -->", "the code gives p.Timers.Gone no constant"},
 	} {
-		assert.Equal(t, row.fault, c.rowFault(row.text), row.text)
+		assert.Equal(t, row.fault, c.fault(row.text), row.text)
 	}
+}
+
+// TestBlocks: rows stay together, items and paragraphs are apart.
+func TestBlocks(t *testing.T) {
+	const page = "A\nb\n\n| x |\n| y |\n\n- i\n  j\n- k\n"
+	assert.Equal(t, [][]string{{"A\nb\n"}, {"| x |\n", "| y |\n"}, {"- i\n  j\n"}, {"- k\n"}}, blocks(page))
 }
