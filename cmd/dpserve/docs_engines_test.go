@@ -16,11 +16,14 @@ import (
 	"github.com/dpserve/dpserve/test/harness"
 )
 
-// runOperationsPage types the commands of docs/operations.md on one node.
+// runOperationsPage types the commands of docs/operations.md on one node. Its engines are in their
+// development mode, because the page calls them.
 func runOperationsPage(t *testing.T, blocks []block) {
 	t.Helper()
+	const text = "applications: [{name: demo, model: {id: demo}, data_parallel: {dp_size: 4}, " +
+		"engine: {kind: sim, env: {VLLM_SERVER_DEV_MODE: \"1\"}}}]\n"
 	m := &machines{dir: t.TempDir(), fixed: true}
-	m.typeBlocks(t, blocks, map[string]string{"app.yaml": readPage(t, "examples/quickstart/app.yaml")})
+	m.typeBlocks(t, blocks, map[string]string{"app.yaml": text})
 }
 
 // runComingFromPage types the commands of docs/coming-from.md on one node, and compares the files that

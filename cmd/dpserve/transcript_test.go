@@ -89,7 +89,8 @@ func isNode(line string) bool {
 
 // isRead reports whether a command changes nothing, so that it may be typed again.
 func isRead(line string) bool {
-	return slices.Contains([]string{"nodes", "status", "plan"}, strings.Fields(line)[1])
+	return slices.Contains([]string{"nodes", "status", "plan"}, strings.Fields(line)[1]) ||
+		strings.HasSuffix(line, " -X GET")
 }
 
 // startNode starts a node on the next loopback address and waits until it serves.
@@ -159,6 +160,7 @@ var (
 	aToken    = regexp.MustCompile(`dpj1\.\S+`)
 	aVote     = regexp.MustCompile(`\b(control|worker|ingress)[*+]`)
 	aVersion  = regexp.MustCompile(`\(devel\)|\bv\d+\.\d+\.\d+\S*`)
+	aDuration = regexp.MustCompile(`\b\d+ms\b`)
 )
 
 // comparable returns the lines of an output without what differs from run to run, and without blank lines.
@@ -171,6 +173,7 @@ func comparable(lines []string) []string {
 		line = aToken.ReplaceAllString(line, "TOKEN")
 		line = aVote.ReplaceAllString(line, "$1")
 		line = aVersion.ReplaceAllString(line, "VERSION")
+		line = aDuration.ReplaceAllString(line, "DURATION")
 		if line = strings.Join(strings.Fields(line), " "); line != "" {
 			out = append(out, line)
 		}
