@@ -1,7 +1,6 @@
 package ingress
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"io"
@@ -17,7 +16,6 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"golang.org/x/net/http2"
-	"golang.org/x/net/http2/hpack"
 
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/test/memnet"
@@ -164,18 +162,8 @@ func TestSlowReaderOverHTTP2(t *testing.T) {
 	require.NoError(t, fr.WriteSettingsAck())
 	require.NoError(t, fr.WriteWindowUpdate(0, 1<<30))
 	for i := range uint32(streams) {
-		var head bytes.Buffer
-		enc := hpack.NewEncoder(&head)
-		for _, f := range [][2]string{
-			{":method", "POST"},
-			{":scheme", "http"},
-			{":authority", "x"},
-			{":path", "/v1/completions"},
-		} {
-			require.NoError(t, enc.WriteField(hpack.HeaderField{Name: f[0], Value: f[1]}))
-		}
 		require.NoError(t, fr.WriteHeaders(http2.HeadersFrameParam{
-			StreamID: 2*i + 1, BlockFragment: head.Bytes(), EndHeaders: true,
+			StreamID: 2*i + 1, BlockFragment: headersOf(t, http2Post("/v1/completions")...), EndHeaders: true,
 		}))
 		require.NoError(t, fr.WriteData(2*i+1, true, []byte(`{"model":"demo","stream":true,"prompt":"x"}`)))
 	}

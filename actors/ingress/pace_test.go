@@ -2,8 +2,12 @@ package ingress
 
 import (
 	"fmt"
+	"io"
 	"net/http"
+	"slices"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -101,6 +105,129 @@ func TestAnEngineClosesIdleConnectionsUnderRequests(t *testing.T) {
 					time.Sleep(4900*time.Millisecond + time.Duration((7*i+31*n)%201)*time.Millisecond)
 				}
 			})
+		}
+		clients.Wait()
+	})
+}
+
+// FS9: of what fast engines send to 200 clients that read 4 KiB/s each, dpserve holds less than 64 KiB for a
+// client, because it reads an answer as fast as the client does. No reader is cut, and no request waits.
+func TestManySlowReadersHoldLittle(t *testing.T) {
+	const readers, rate, seconds, most = 200, 4 << 10, 70, 64 << 10
+	big := `{"choices":[{"index":0,"delta":{"content":"` + strings.Repeat("z", rate) + `"}}]}`
+	synctest.Test(t, func(t *testing.T) {
+		network := &memnet.Network{}
+		var sent atomic.Int64
+		g := newRig(t, options{network: network, max: readers + 1, engines: []http.HandlerFunc{
+			func(w http.ResponseWriter, r *http.Request) {
+				if r.Header.Get("X-Request-Id") == "beside" {
+					replies(200, wholeAnswer)(w, r)
+					return
+				}
+				drain(r)
+				for r.Context().Err() == nil {
+					sse(w, big)
+					sent.Add(int64(len(big)))
+				}
+			},
+		}})
+		var taken atomic.Int64
+		var clients sync.WaitGroup
+		for range readers {
+			clients.Go(func() {
+				conn, err := network.DialContext(t.Context(), "tcp", "n1:80")
+				if err == nil {
+					_, err = fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s",
+						chatPath, len(streamBody), streamBody)
+				}
+				buf := make([]byte, rate)
+				for i := 0; i < seconds && err == nil; i++ {
+					_, err = io.ReadFull(conn, buf)
+					taken.Add(rate)
+					time.Sleep(time.Second)
+				}
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				_ = conn.Close()
+			})
+		}
+		for range seconds / 10 {
+			time.Sleep(9500 * time.Millisecond)
+			synctest.Wait()
+			assert.Less(t, sent.Load()-taken.Load(), int64(readers*most))
+			asked := time.Now()
+			assert.Equal(t, 200, g.postCtx(t.Context(), chatPath, chatBody, "X-Request-Id", "beside").status)
+			assert.Zero(t, time.Since(asked))
+		}
+		assert.Greater(t, taken.Load(), int64(readers*rate*(seconds-10)))
+		clients.Wait()
+		synctest.Wait() // the engines' handlers see that their clients have left
+	})
+}
+
+// SP5: clients that send a byte of their header each second are cut after 10 s, and those that send 100 bytes
+// of their body each second after 30 s. One that takes 64 s for 64 MiB is answered, and no request beside
+// them waits.
+func TestSlowWritersAreCut(t *testing.T) {
+	const post = "POST " + chatPath + " HTTP/1.1\r\nHost: x\r\nContent-Length: "
+	synctest.Test(t, func(t *testing.T) {
+		network := &memnet.Network{}
+		g := newRig(t, options{
+			network: network, engines: []http.HandlerFunc{replies(200, wholeAnswer)},
+			limits: Limits{MaxBody: 65 << 20},
+		})
+		var clients sync.WaitGroup
+		// writes sends head, then a part each second, and returns when the other side ends the connection.
+		writes := func(head string, parts ...string) (answer string, took time.Duration) {
+			conn, err := network.DialContext(t.Context(), "tcp", "n1:80")
+			if err != nil {
+				t.Error(err)
+				return "", 0
+			}
+			began := time.Now()
+			clients.Go(func() {
+				_, err := io.WriteString(conn, head)
+				for i := 0; i < len(parts) && err == nil; i++ {
+					_, err = io.WriteString(conn, parts[i])
+					time.Sleep(time.Second)
+				}
+			})
+			all, _ := io.ReadAll(conn)
+			took = time.Since(began)
+			_ = conn.Close()
+			return string(all), took
+		}
+		for range 200 {
+			clients.Go(func() {
+				answer, took := writes("", strings.Split("GET /health HTTP/1.1\r\nHost: x\r\n\r\n", "")...)
+				assert.NotContains(t, answer, "200 OK")
+				assert.InDelta(t, 10, took.Seconds(), 1)
+			})
+		}
+		for range 20 {
+			clients.Go(func() {
+				parts := slices.Repeat([]string{strings.Repeat("x", 100)}, 60)
+				answer, took := writes(post+"100000\r\n\r\n{\"model\":\"", parts...)
+				assert.Contains(t, answer, `"code":"slow_request"`)
+				assert.InDelta(t, 30, took.Seconds(), 2)
+			})
+		}
+		clients.Go(func() {
+			const begin, end = `{"model":"demo","stream":false,"messages":[{"role":"user","content":"`, `"}]}`
+			const size = len(begin) + 64<<20 + len(end)
+			head := fmt.Sprintf("%s%d\r\nConnection: close\r\n\r\n%s", post, size, begin)
+			parts := append(slices.Repeat([]string{strings.Repeat("x", 1<<20)}, 64), end)
+			answer, took := writes(head, parts...)
+			assert.Contains(t, answer, "HTTP/1.1 200")
+			assert.InDelta(t, 64, took.Seconds(), 1)
+		})
+		for range 13 {
+			time.Sleep(5 * time.Second)
+			asked := time.Now()
+			assert.Equal(t, 200, g.post(chatPath, chatBody).status)
+			assert.Zero(t, time.Since(asked))
 		}
 		clients.Wait()
 	})

@@ -280,6 +280,17 @@ func TestBodyLimits(t *testing.T) {
 			}
 		})
 	}
+	// What is behind a limit is not read: here it is no JSON, and the refusal does not say so. So the time
+	// that a refusal takes has a bound, however large the body is.
+	const broken = "!]}"
+	for body, message := range map[string]string{
+		`{"a":` + strings.Repeat("[", maxDepth) + broken:  "body is nested deeper than 64 levels",
+		`{` + distinct(maxFields+2) + broken:              "body has more than 1024 fields",
+		`{"logit_bias":{"a":0` + more(maxKeys+1) + broken: "body has more than 262144 keys in all",
+		`{"model":"a","model":"b"` + broken:               `field "model" is there twice; send it once`,
+	} {
+		assert.Equal(t, message, refused(t, Chat, body).Message)
+	}
 	body := []byte(`{"max_tokens":1000000000}`)
 	assert.Equal(t, body, scan(t, Chat, string(body)).Spliced(nil, body), "10^9 passes: nothing is clamped")
 	scan(t, Chat, `{`+distinct(maxFields)+`}`)
