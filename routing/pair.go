@@ -14,8 +14,8 @@ import (
 type PairDecider uint8
 
 const (
-	// DecideISL uses a prefill rank unless the decode rank has less than 2,048 tokens and less than 70 % of
-	// the prompt to compute.
+	// DecideISL uses a prefill rank if the decode rank has at least 2,048 tokens, and at least 30 % of the
+	// prompt, to compute.
 	DecideISL PairDecider = iota
 	// DecidePrefillLoad uses a prefill rank unless the one that was chosen is above its busy threshold.
 	DecidePrefillLoad
@@ -30,7 +30,7 @@ const (
 
 const (
 	islTokens = 2048
-	islShare  = 0.7
+	islShare  = 0.3
 	// heldTokens is N of "the decode rank holds all but N tokens": so short a prompt takes less time to
 	// compute than a second leg. At most as many tokens of work stall the requests that decode there.
 	heldTokens = 256
@@ -48,7 +48,9 @@ const (
 	PairAlways         = "always"           // remote: decider always, or the caller named the prefill rank
 	PairRemoteCheaper  = "remote_cheaper"   // remote: mex
 
-	PairShortPrefill = "short_prefill" // local: isl, or the decode rank has less than N tokens to compute
+	// PairShortPrefill (local): isl, or the decode rank has less than N tokens to compute; under prefill-load
+	// a prompt of a few tokens
+	PairShortPrefill = "short_prefill"
 	PairLocalCheaper = "local_cheaper" // local: mex
 	PairDecodeHolds  = "decode_holds"  // local: the decode rank holds all but a few tokens of the prompt
 	// PairPrefillQueue (local): the prompt would wait for the prefill rank longer than the decode rank needs
@@ -220,7 +222,7 @@ func (r *PairRule) reasonToSkip(in *PairInput, own *localCost) string {
 	isShort := false
 	switch r.Decider {
 	case DecideISL:
-		isShort = uncached < islTokens && float64(uncached) < islShare*float64(all)
+		isShort = uncached < islTokens || float64(uncached) < islShare*float64(all)
 	case DecideUncached:
 		isShort = uncached < int64(r.Least)
 	case DecidePrefillLoad, DecideAlways, DecideMex:
@@ -231,9 +233,9 @@ func (r *PairRule) reasonToSkip(in *PairInput, own *localCost) string {
 		return PairCannotSplit
 	case in.Prefill.isNamed():
 		return ""
-	case byLength && uncached <= heldTokens:
+	case byLength && uncached <= heldTokens && uncached < all:
 		return PairDecodeHolds
-	case isShort:
+	case isShort, byLength && uncached <= heldTokens:
 		return PairShortPrefill
 	case choice.Kind == Route:
 		return ""

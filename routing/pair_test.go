@@ -94,8 +94,11 @@ func naivePair(c *pairCase) (remote bool, cost float64, reason string) {
 	case pinned:
 		decider = DecideAlways
 	case (decider == DecideISL || decider == DecidePrefillLoad) && uncached <= heldTokens:
-		return false, 0, PairDecodeHolds
-	case decider == DecideISL && uncached < islTokens && float64(uncached) < islShare*float64(c.dq.Tokens),
+		if hit > 0 {
+			return false, 0, PairDecodeHolds
+		}
+		return false, 0, PairShortPrefill
+	case decider == DecideISL && (uncached < islTokens || float64(uncached) < islShare*float64(c.dq.Tokens)),
 		decider == DecideUncached && uncached < c.rule.Least:
 		return false, 0, PairShortPrefill
 	}
@@ -373,9 +376,14 @@ func TestPairReasons(t *testing.T) {
 		want         string
 	}{
 		{"a long prompt", "isl", 20_000, nil, PairLongPrefill},
-		{"100 tokens", "isl", 100, nil, PairDecodeHolds},
+		{"100 tokens", "isl", 100, nil, PairShortPrefill},
+		{"100 tokens, prefill-load", "prefill-load", 100, nil, PairShortPrefill},
+		{"less than 2,048 tokens", "isl", 2047, nil, PairShortPrefill},
+		{"2,048 tokens", "isl", 2048, nil, PairLongPrefill},
+		{"100 tokens of which all but 20 are held", "isl", 100, holds(80), PairDecodeHolds},
 		{"a short rest of a long prompt", "isl", 6000, holds(80), PairShortPrefill},
-		{"a long rest of a long prompt", "isl", 20_000, holds(80), PairLongPrefill},
+		{"a long rest that is a fifth of the prompt", "isl", 20_000, holds(80), PairShortPrefill},
+		{"a long rest that is two fifths of it", "isl", 20_000, holds(60), PairLongPrefill},
 		{"all but a block", "prefill-load", 20_000, holds(99), PairDecodeHolds},
 		{"N tokens", "uncached>=512", 512, nil, PairLongPrefill},
 		{"less than N tokens", "uncached>=512", 511, nil, PairShortPrefill},
@@ -432,7 +440,7 @@ func TestPairReasons(t *testing.T) {
 		}, ReasonUnknownRank},
 		{"a queue names a prefill rank", "isl", 20_000, released, PairLongPrefill},
 		{"a queue names one, by cost", "mex", 20_000, released, PairRemoteCheaper},
-		{"a queue names one for a short prompt", "isl", 100, released, PairDecodeHolds},
+		{"a queue names one for a short prompt", "isl", 100, released, PairShortPrefill},
 		{"a queue names one that has met none", "mex", 20_000, func(c *pairCase) {
 			released(c)
 			c.table = NewPairTable(true)
