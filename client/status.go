@@ -156,7 +156,17 @@ type UnitStatus struct {
 	NextTry  time.Time    `json:"next_try,omitzero"` // when a unit in backoff, or a failed one, starts again
 	Reason   string       `json:"reason,omitempty"`
 	LogTail  []string     `json:"log_tail,omitempty"`
+	LastEnd  *LastEnd     `json:"last_end,omitempty"` // nil: it has not ended so far, except as ordered
 	Ranks    []RankStatus `json:"ranks"`
+}
+
+// LastEnd is how a unit ended last without an order: an engine failed, or a node was lost. It stays when the
+// unit is ready again.
+type LastEnd struct {
+	At    time.Time `json:"at"`
+	Exit  string    `json:"exit,omitempty"` // of the engine that ended by itself: "code 1", "signal killed"
+	Cause string    `json:"cause,omitempty"`
+	Line  string    `json:"line,omitempty"` // the last one of the engine's log
 }
 
 // Unreachable is the phase that status shows of units and ranks on a node that does not answer. It is no

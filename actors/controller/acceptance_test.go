@@ -52,6 +52,10 @@ func TestAUnitFailsAfterThreeFailedStarts(t *testing.T) {
 	w.pass(3 * time.Minute)
 	assert.Equal(t, state.Failed, w.phase("moe/0"), "also over a restart")
 	assert.Equal(t, tail[10:], view{w.core}.Status()[0].Units[0].LogTail)
+	end := view{w.core}.Status()[0].Units[0].LastEnd
+	assert.True(t, end.At.Equal(time.UnixMilli(rec.Since)), "the end of the third start")
+	assert.Equal(t, "rank 5 exited with code 1", end.Cause)
+	assert.Equal(t, "line 29", end.Line)
 
 	w.deploy(sim("moe", 8, app.Lockstep))
 	assert.Equal(t, state.Starting, w.phase("moe/0"), "the same file again")

@@ -88,6 +88,7 @@ func (c *Core) adoptGrants(now time.Time) {
 			u = c.addFromRecord(rec)
 			u.m = state.Machine{
 				Phase: state.Gone, Attach: c.isAttach(rec.App), Served: c.state.Served[id], Since: now,
+				LastEnd: rec.LastEnd,
 			}
 		}
 		c.startGranted(now, u, c.seatOf(rec), rec.Epoch, rec.Attempt)
@@ -241,7 +242,7 @@ func (c *Core) propose(u *unit, w pendingCommand) {
 	case state.ProposeFenced:
 		c.emit(ProposeEffect{App: u.app, Unit: u.id, Command: state.Command{UnitFenced: ref}})
 	case state.ProposeFailed:
-		ref.LogTail = state.Tail(u.m.LogTail)
+		ref.LogTail, ref.LastEnd = state.Tail(u.m.LogTail), u.m.LastEnd
 		c.emit(ProposeEffect{App: u.app, Unit: u.id, Command: state.Command{UnitFailed: ref}})
 	default:
 		c.emit(ReleaseEffect{u.app, msg.ReleaseRank{

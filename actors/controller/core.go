@@ -334,7 +334,7 @@ func (c *Core) resumeUnit(now time.Time, rec *state.Unit) {
 	u.m = state.Machine{
 		Phase: rec.Phase, Epoch: rec.Epoch, Launch: rec.Launch, Served: c.state.Served[rec.ID],
 		Attempt: rec.Attempt, Failures: max(0, rec.Attempt-1), Starts: 1, Since: time.UnixMilli(rec.Since),
-		Attach: c.isAttach(rec.App), Reason: rec.Reason, LogTail: rec.LogTail,
+		Attach: c.isAttach(rec.App), Reason: rec.Reason, LogTail: rec.LogTail, LastEnd: rec.LastEnd,
 	}
 	switch rec.Phase {
 	case state.Ready:
@@ -458,7 +458,7 @@ func (c *Core) groupRequest(now time.Time, us []*unit) *msg.AssignGroup {
 	for _, u := range us {
 		m.Grant.Units = append(m.Grant.Units, state.UnitGrant{
 			Unit: u.id, ExpectEpoch: max(u.m.Epoch, c.state.LastEpoch(u.id)), Launch: a.launch[u.id],
-			Restarts: u.nextRestarts(a.launch[u.id]),
+			Restarts: u.nextRestarts(a.launch[u.id]), LastEnd: u.m.LastEnd,
 		})
 	}
 	for _, id := range c.unitIDs() {

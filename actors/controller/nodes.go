@@ -301,7 +301,8 @@ func (c *Core) applyNewEvent(now time.Time, u *unit, e *msg.UnitEvent) {
 		return
 	}
 	ev := state.Event{
-		Epoch: e.Epoch, Reason: e.Reason, LogTail: e.LogTail, WasReady: u.allParts(hasBeenReady),
+		Epoch: e.Epoch, Reason: e.Reason, LogTail: e.LogTail, Exit: e.Exit,
+		WasReady: u.allParts(hasBeenReady),
 	}
 	switch e.Kind {
 	case msg.UnitStarted, msg.UnitReady:

@@ -139,6 +139,11 @@ func (c view) unitStatus(a *application, id string) client.UnitStatus {
 		Unit: id, Pool: u.pool, Group: u.group, Phase: string(phase), Epoch: u.m.Epoch, Attempt: u.m.Attempt,
 		Since: u.m.Since, Reason: u.phaseReason(), LogTail: u.m.LogTail,
 	}
+	if end := u.m.LastEnd; end != nil {
+		s.LastEnd = &client.LastEnd{
+			At: time.UnixMilli(end.At), Exit: end.Exit, Cause: end.Cause, Line: end.Line,
+		}
+	}
 	if phase == state.Backoff || phase == state.Failed {
 		s.NextTry = u.m.Due.Round(0)
 	}

@@ -83,7 +83,7 @@ func TestUnitInBackoffIsNotShownUnreachable(t *testing.T) {
 	assert.NotContains(t, s.Message, "unreachable")
 }
 
-// ST1: a new leader shows the ages and restarts of units that the old one showed.
+// ST1: a new leader shows the ages, restarts and last ends of units that the old one showed.
 func TestAgesAndRestartsSurviveAChangeOfLeader(t *testing.T) {
 	a, b := newHost("a", 2), newHost("b", 2)
 	c := newFleet(t, a, b)
@@ -95,6 +95,8 @@ func TestAgesAndRestartsSurviveAChangeOfLeader(t *testing.T) {
 	c.run(time.Hour)
 	before := view{c.core}.Status()
 	require.Equal(t, 1, before[0].Units[0].Restarts)
+	require.Equal(t, "signal: killed", before[0].Units[0].LastEnd.Cause)
+	require.Nil(t, before[0].Units[1].LastEnd)
 	require.NotEqual(t, before[0].Units[0].Since, before[0].Units[1].Since)
 	c.newLeader()
 	c.run(time.Minute)
@@ -104,6 +106,7 @@ func TestAgesAndRestartsSurviveAChangeOfLeader(t *testing.T) {
 			assert.True(t, u.Since.Truncate(time.Millisecond).Equal(after[i].Units[j].Since),
 				"%s: since %s, then %s", u.Unit, u.Since, after[i].Units[j].Since)
 			assert.Equal(t, u.Restarts, after[i].Units[j].Restarts, u.Unit)
+			assert.Equal(t, u.LastEnd, after[i].Units[j].LastEnd, u.Unit)
 		}
 	}
 }
@@ -128,7 +131,9 @@ func TestRestartsSurviveTheLossOfANode(t *testing.T) {
 	c.join(b)
 	c.renew("b")
 	require.Equal(t, "RUNNING", c.status("chat"))
-	assert.Equal(t, 2, view{c.core}.Status()[0].Units[0].Restarts)
+	u = view{c.core}.Status()[0].Units[0]
+	assert.Equal(t, 2, u.Restarts)
+	assert.Contains(t, u.LastEnd.Cause, "node a", "the new grant keeps why the one before it ended")
 }
 
 func TestSilenceIsCountedFromTheLastRenewalOrTheLeadersFirstMoment(t *testing.T) {

@@ -107,6 +107,7 @@ type UnitEvent struct {
 	Rank     int // the rank that caused it, -1 if none
 	Reason   string
 	LogTail  []string
+	Exit     string // of the engine that ended by itself, as in state.LastEnd
 	WasReady bool
 	Asked    bool
 	At       time.Time
@@ -278,6 +279,7 @@ func (r *NodeReport) Validate() error {
 				return err
 			}
 			cut(&list[i].Reason)
+			cut(&list[i].Exit)
 			list[i].LogTail = state.Tail(list[i].LogTail)
 		}
 	}

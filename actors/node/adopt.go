@@ -78,7 +78,7 @@ func openFound(n *Node, units []*foundUnit, rest []Found) {
 		isNewest := life.Order == f.order
 		if !isNewest {
 			life = &Life{Order: f.order, Phase: state.Starting, found: foundOpen}
-			life.Fail(-1, causeSuperseded)
+			life.Fail(Failure{Rank: -1, Cause: causeSuperseded})
 		}
 		u := newFoundUnit(n, f, life, before)
 		if isNewest {
@@ -106,7 +106,9 @@ func newFoundUnit(n *Node, f *foundUnit, life *Life, before *unit) *unit {
 		u.ranks = append(u.ranks, r)
 		e := f.engines[g.Rank]
 		if e == nil {
-			life.Fail(g.Rank, "its engine was not found after dpserve was started again")
+			life.Fail(Failure{
+				Rank: g.Rank, Cause: "its engine was not found after dpserve was started again",
+			})
 			continue
 		}
 		r.setProc(e.Process)
@@ -147,7 +149,7 @@ func (f *foundUnit) awaitDecision(u *unit) bool {
 		switch {
 		case p == nil:
 		case closed(p.Exited()):
-			u.fail(r.grant.Rank, p.Exit().String())
+			u.fail(failureOf(r, p))
 		default:
 			u.n.running.Go(func() { u.watchExit(r, p, f.decided) })
 		}

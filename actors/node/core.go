@@ -267,7 +267,8 @@ func (c *Core) Enter(now time.Time, l *Life, kind msg.UnitEventKind, why Failure
 	l.WasReady = l.WasReady || kind == msg.UnitReady
 	l.last = msg.UnitEvent{
 		Unit: l.Order.Unit, Epoch: l.Order.Epoch, Kind: kind, Rank: why.Rank, Reason: why.Cause,
-		LogTail: tail, WasReady: l.WasReady, Asked: kind == msg.UnitGone && l.stop != nil,
+		LogTail: tail, Exit: why.Exit, WasReady: l.WasReady,
+		Asked: kind == msg.UnitGone && l.stop != nil,
 	}
 	c.tell(now, l.last)
 	return true
@@ -387,7 +388,7 @@ func (c *Core) decideFound(now time.Time, s *state.State, l *Life) {
 	case granted:
 		l.found, l.WasReady, l.byCopy = foundGranted, rec.Phase == state.Ready, alone
 	case !alone:
-		l.Fail(-1, causeNotGranted)
+		l.Fail(Failure{Rank: -1, Cause: causeNotGranted})
 	}
 }
 

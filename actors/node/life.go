@@ -29,6 +29,7 @@ type Life struct {
 type Failure struct {
 	Rank  int // -1: no particular rank
 	Cause string
+	Exit  string // of the engine, if it ended by itself
 }
 
 // stopRequest is a request to stop.
@@ -106,19 +107,19 @@ func (l *Life) cut(now time.Time, cause string) bool {
 	}
 	l.isCut = true
 	l.AskStop(now, 0, cause)
-	l.Fail(-1, cause)
+	l.Fail(Failure{Rank: -1, Cause: cause})
 	return true
 }
 
 // Fail takes the unit out of routing. Only the first failure since the last ready counts: false for others.
-func (l *Life) Fail(rank int, cause string) bool {
+func (l *Life) Fail(why Failure) bool {
 	if l.Failure != nil || l.Phase == state.Killing || l.Phase == state.Gone {
 		return false
 	}
-	if rank >= 0 && len(l.Order.AllRanks) > 1 {
-		cause = fmt.Sprintf("rank %d: %s", rank, cause)
+	if why.Rank >= 0 && len(l.Order.AllRanks) > 1 {
+		why.Cause = fmt.Sprintf("rank %d: %s", why.Rank, why.Cause)
 	}
-	l.Failure = &Failure{Rank: rank, Cause: cause}
+	l.Failure = &why
 	return true
 }
 

@@ -359,18 +359,21 @@ func TestAFailedStartNamesItsRankAndItsLastLines(t *testing.T) {
 		mode     string
 		rank     int
 		reason   string
+		exit     string // of the engine, if it ends by itself
 	}{
-		"exit code":      {app.Independent, "exit7", 0, "engine exited with code 7 after"},
-		"exit code 0":    {app.Independent, "exit0", 0, "engine exited with code 0 after"},
-		"one of a group": {app.Lockstep, "rank1dies", 1, "engine exited with code 0 after"},
+		"exit code":      {app.Independent, "exit7", 0, "engine exited with code 7 after", "code 7"},
+		"exit code 0":    {app.Independent, "exit0", 0, "engine exited with code 0 after", "code 0"},
+		"one of a group": {app.Lockstep, "rank1dies", 1, "engine exited with code 0 after", "code 0"},
 		"settings differ": {
 			app.Lockstep, "mismatch", 1,
 			"ranks of one group disagree on their settings: rank 0 has model demo, max_model_len 2048 and " +
 				"block size 0, rank 1 has model demo, max_model_len 2049 and block size 0",
+			"",
 		},
 		"it does not answer": {
 			app.Independent, "noprobe", 0,
 			"the engine is up and does not compute: /v1/completions answered 500: EngineCore died",
+			"",
 		},
 	}
 	for name, c := range cases {
@@ -382,7 +385,8 @@ func TestAFailedStartNamesItsRankAndItsLastLines(t *testing.T) {
 			assert.Equal(t, c.rank, e.Rank)
 			assert.False(t, e.WasReady)
 			assert.False(t, e.Asked)
-			if strings.HasPrefix(c.reason, "engine exited") {
+			assert.Equal(t, c.exit, e.Exit)
+			if c.exit != "" {
 				require.Len(t, e.LogTail, 20)
 				assert.Contains(t, e.LogTail[18:], "no room for the model")
 				assert.Contains(t, e.LogTail, "line 12") // the line on stdout may come anywhere

@@ -97,9 +97,9 @@ func (u *unit) interrupt(cause error) {
 
 // fail takes the unit out of routing, before anything else and on the caller's goroutine: every DPServer of
 // the unit on this node has its fence in the mailbox when fail returns.
-func (u *unit) fail(rank int, cause string) {
+func (u *unit) fail(why Failure) {
 	u.n.mu.Lock()
-	fenced := u.life.Fail(rank, cause)
+	fenced := u.life.Fail(why)
 	if fenced {
 		u.fence()
 	}
@@ -135,7 +135,7 @@ func (u *unit) ReplicaEvent(e msg.ReplicaEvent) {
 	}
 	u.n.mu.Unlock()
 	if e.Kind == msg.ReplicaLost {
-		u.fail(e.Rank, e.Cause)
+		u.fail(Failure{Rank: e.Rank, Cause: e.Cause})
 		return
 	}
 	u.nudge()
@@ -328,11 +328,11 @@ func (u *unit) end(startErr error) {
 
 // whyEnd is the reason of the end: a failed start, the failure of a rank, or a stop request.
 func (u *unit) whyEnd(startErr error) Failure {
+	_, why, _ := u.next()
 	var s *startError
 	if errors.As(startErr, &s) {
-		return Failure{Rank: s.rank, Cause: s.Error()}
+		return Failure{Rank: s.rank, Cause: s.Error(), Exit: why.Exit}
 	}
-	_, why, _ := u.next()
 	switch {
 	case why.Cause != "":
 	case startErr != nil:

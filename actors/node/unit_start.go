@@ -278,8 +278,14 @@ func (u *unit) watchExit(r *rank, p Process, until <-chan struct{}) {
 		return
 	}
 	if !r.asked.Load() {
-		u.fail(r.grant.Rank, p.Exit().String())
+		u.fail(failureOf(r, p))
 	}
+}
+
+// failureOf is the failure of a rank whose engine has ended by itself.
+func failureOf(r *rank, p Process) Failure {
+	exit := p.Exit()
+	return Failure{Rank: r.grant.Rank, Cause: exit.String(), Exit: exit.How()}
 }
 
 // await waits until every rank answers, checks that engines publish events where they were told to and that

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/app"
@@ -60,8 +61,9 @@ func failedStep(r rankRow) (what, about string) {
 	}
 	reason, _, _ := strings.Cut(joinLines(r.unit.Reason), "; hint: ")
 	times := formatCount(max(r.unit.Attempt, 1), "time")
-	return fmt.Sprintf("`dpserve logs %s`, correct what it says, and deploy again: %s failed %s%s%s",
-		r.name(), r.unit.Unit, times, inBrackets(reason), r.nextTry()), r.unit.Unit
+	return fmt.Sprintf("`dpserve logs %s`, correct what it says, and deploy again: %s failed %s%s%s%s",
+		r.name(), r.unit.Unit, times, inBrackets(reason), lastLineOf(r.unit.LastEnd),
+		r.nextTry()), r.unit.Unit
 }
 
 // noRoomStep is about a unit that finds no room.
@@ -98,8 +100,26 @@ func restartedStep(r rankRow) (what, about string) {
 		r.rank.Phase == string(state.Draining) {
 		return "", ""
 	}
-	return fmt.Sprintf("`dpserve logs %s`: %s was restarted %s%s", r.name(), r.unit.Unit,
-		formatCount(r.unit.Restarts, "time"), inBrackets(joinLines(r.unit.Reason))), r.unit.Unit
+	what = fmt.Sprintf("`dpserve logs %s`: %s was restarted %s", r.name(), r.unit.Unit,
+		formatCount(r.unit.Restarts, "time"))
+	if e := r.unit.LastEnd; e != nil {
+		return fmt.Sprintf("%s; it ended last at %s: %s", what, e.At.UTC().Format(time.RFC3339),
+			describeEnd(e)), r.unit.Unit
+	}
+	return what + inBrackets(joinLines(r.unit.Reason)), r.unit.Unit
+}
+
+// describeEnd says why a unit ended last, and what its engine wrote last.
+func describeEnd(e *client.LastEnd) string {
+	return cmp.Or(joinLines(e.Cause), e.Exit, "unknown") + lastLineOf(e)
+}
+
+// lastLineOf says, as one more clause, what the engine wrote last; "" if that is not known.
+func lastLineOf(e *client.LastEnd) string {
+	if e == nil || e.Line == "" {
+		return ""
+	}
+	return "; its last line: " + joinLines(e.Line)
 }
 
 // ejectedStep is about a rank whose answers failed.

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"strings"
 	"testing"
 	"time"
 
@@ -44,6 +45,14 @@ func TestNextStep(t *testing.T) {
 			want: "`dpserve logs demo/0/1`, correct what it says, and deploy again: demo/0/1 failed 3 " +
 				"times (exit code 1); it is tried again at 2026-01-01T12:05:00Z",
 		},
+		"the last line of one that has failed": {
+			app: func(a *client.AppStatus) {
+				setPhase(a, 1, state.Failed, "exit code 1")
+				a.Units[1].LastEnd = &client.LastEnd{Cause: "exit code 1", Line: "no such\tmodel"}
+			},
+			want: "`dpserve logs demo/0/1`, correct what it says, and deploy again: demo/0/1 failed 1 time " +
+				"(exit code 1); its last line: no such model",
+		},
 		"several that have failed": {
 			app: func(a *client.AppStatus) {
 				setPhase(a, 0, state.Failed, "")
@@ -58,6 +67,18 @@ func TestNextStep(t *testing.T) {
 				a.Units[1].Restarts = 5
 			},
 			want: "`dpserve logs demo/0/1`: demo/0/1 was restarted 5 times (out of memory)",
+		},
+		"the last end of one that is restarted again and again": {
+			app: func(a *client.AppStatus) {
+				setPhase(a, 1, state.Starting, "")
+				a.Units[1].Restarts = 5
+				a.Units[1].LastEnd = &client.LastEnd{
+					At: time.Date(2026, 1, 1, 12, 5, 0, 0, time.UTC), Exit: "code 1",
+					Cause: "engine exited with code 1 after 2s", Line: "it is too large",
+				}
+			},
+			want: "`dpserve logs demo/0/1`: demo/0/1 was restarted 5 times; it ended last at " +
+				"2026-01-01T12:05:00Z: engine exited with code 1 after 2s; its last line: it is too large",
 		},
 		"no room": {
 			app: func(a *client.AppStatus) {
@@ -125,6 +146,37 @@ func TestNextStep(t *testing.T) {
 		})
 	}
 	assert.Empty(t, nextStep(nil, nil))
+}
+
+// TestStatusTellsTheLastEnd of each unit in the wide table and in the JSON, also of a unit that is ready
+// again.
+func TestStatusTellsTheLastEnd(t *testing.T) {
+	a := demo(client.StatusRunning, 1, state.Ready, state.Ready)
+	a.Units[1].LastEnd = &client.LastEnd{
+		At: time.Date(2026, 1, 1, 12, 5, 0, 0, time.UTC), Exit: "signal killed",
+		Cause: "engine was ended by signal killed after 2s", Line: "so long",
+	}
+	a.Units[1].Ranks = append(a.Units[1].Ranks, a.Units[1].Ranks[0])
+	for format, want := range map[string][]string{
+		"table": {},
+		"wide": {
+			"LAST-END", "2026-01-01T12:05:00Z: engine was ended by signal killed after 2s; its last line: " +
+				"so long", "as above",
+		},
+		"json": {`"last_end": {`, `"exit": "signal killed"`, `"line": "so long"`},
+	} {
+		c := newCLI(t)
+		c.cluster.script = [][]client.AppStatus{{a}}
+		require.Zero(t, c.run([]string{"status", "-o", format}), c.stderr())
+		for _, text := range want {
+			assert.Contains(t, c.stdout(), text, format)
+		}
+		assert.Equal(t, len(want) > 0, strings.Contains(c.stdout(), "signal killed"), format)
+	}
+	view := statusView{now: a.Units[1].LastEnd.At.Add(3 * time.Minute), relative: true}
+	assert.Equal(t, []string{
+		"-", "3m ago: engine was ended by signal killed after 2s; its last line: so long", "as above",
+	}, view.lastEnds(rankRows([]client.AppStatus{a})))
 }
 
 // setPhase gives the unit of a rank another phase and a reason.

@@ -40,7 +40,8 @@ per change elsewhere. A narrow terminal shows fewer columns.
 Columns: EPOCH counts the starts of a rank's unit, AGE is the time in its present state, IN-FLIGHT the
 requests it works on, TOK/S the tokens it generated per second over the last 10 s, TTFT-P50 and -P95 the time
 to the first token over the last 512 requests, RESTARTS the starts after the first one, HIT% how much of the
-prompts was in its cache. All columns: docs/glossary.md#tables-of-the-command-line.
+prompts was in its cache. With -o wide, LAST-END is when and why a unit ended last without an order, and the
+last line of its engine. All columns: docs/glossary.md#tables-of-the-command-line.
 
 The last line, "next: ...", says what to do if something needs a person; without it nothing does.
 

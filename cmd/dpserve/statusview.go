@@ -162,14 +162,14 @@ func (v statusView) ranks(rows []rankRow) *table {
 		t.head[3] = "SINCE"
 	}
 	if v.wide {
-		t.head = append(t.head, "REQUESTS", "PID", "MEMORY", "INCARNATION", "URL")
+		t.head = append(t.head, "REQUESTS", "PID", "MEMORY", "INCARNATION", "URL", "LAST-END")
 	} else {
 		t.optional = []string{
 			"TTFT-P95", "TTFT-P50", "RESTARTS", "NODE", t.head[3], "HIT%", "TOK/S", "IN-FLIGHT", "EPOCH",
 		}
 	}
 	t.head = append(t.head, "REASON")
-	reasons := reasonsOf(rows)
+	reasons, ends := reasonsOf(rows), v.lastEnds(rows)
 	for i, r := range rows {
 		row := cells(r.name(), r.rank.Phase, strconv.FormatUint(r.rank.Epoch, 10), v.since(r.unit.Since),
 			r.rank.Node, strconv.Itoa(r.rank.InFlight), fmt.Sprintf("%.0f", r.rank.TokensPerS),
@@ -179,11 +179,29 @@ func (v statusView) ranks(rows []rankRow) *table {
 		if v.wide {
 			row = append(row,
 				cells(strconv.FormatUint(r.rank.Requests, 10), formatNumber(r.rank.PID),
-					formatMemory(r.rank.Memory), r.rank.Incarnation, r.rank.URL)...)
+					formatMemory(r.rank.Memory), r.rank.Incarnation, r.rank.URL, ends[i])...)
 		}
 		t.add(append(row, cell{text: reasons[i]})...)
 	}
 	return t
+}
+
+// lastEnds returns how the unit of each rank ended last, once for the ranks of a unit.
+func (v statusView) lastEnds(rows []rankRow) []string {
+	out := make([]string, len(rows))
+	for i, r := range rows {
+		switch e := r.unit.LastEnd; {
+		case e == nil:
+			out[i] = "-"
+		case i > 0 && rows[i-1].unit == r.unit:
+			out[i] = "as above"
+		case v.relative:
+			out[i] = v.since(e.At) + " ago: " + describeEnd(e)
+		default:
+			out[i] = v.since(e.At) + ": " + describeEnd(e)
+		}
+	}
+	return out
 }
 
 // liveRanks returns the table of ranks for live lines: at most so many lines. If not all ranks fit, those

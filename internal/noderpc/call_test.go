@@ -27,7 +27,8 @@ func samples() []sample {
 	}
 	event := msg.UnitEvent{
 		Node: "a", Number: 1<<63 + 1, Unit: "chat/0/0", Epoch: 3, Kind: msg.UnitGone, Rank: -1,
-		Reason: "bad \"quotes\"\n", LogTail: []string{"<last>", "words"}, WasReady: true, Asked: true, At: at,
+		Reason: "bad \"quotes\"\n", LogTail: []string{"<last>", "words"}, Exit: "code 1",
+		WasReady: true, Asked: true, At: at,
 	}
 	grants := []state.RankGrant{{Rank: 3, Node: "a", Slot: -1, Devices: []int{4}, Share: 2500}}
 	return []sample{

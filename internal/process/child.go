@@ -221,15 +221,23 @@ type Exit struct {
 
 // String describes the exit. Exit code 0 is no success: engines exit with it when their core dies.
 func (e Exit) String() string {
-	text := fmt.Sprintf("engine exited with code %d after %s", e.Code, e.After.Round(time.Millisecond))
+	how := "exited with "
 	if e.Signal != "" {
-		text = fmt.Sprintf("engine was ended by signal %s after %s", e.Signal,
-			e.After.Round(time.Millisecond))
+		how = "was ended by "
 	}
+	text := fmt.Sprintf("engine %s%s after %s", how, e.How(), e.After.Round(time.Millisecond))
 	if e.Memory != "" {
 		text += fmt.Sprintf(": the kernel ended %s of the engine: out of memory", e.Memory)
 	}
 	return text
+}
+
+// How is the exit in two words: "code 1" or "signal killed".
+func (e Exit) How() string {
+	if e.Signal != "" {
+		return "signal " + e.Signal
+	}
+	return fmt.Sprintf("code %d", e.Code)
 }
 
 // note notes what the kernel has ended for want of memory: the front process or another one.

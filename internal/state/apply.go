@@ -456,7 +456,7 @@ func (s *State) newUnit(c *GrantGroup, g *UnitGrant) *Unit {
 		ID: g.Unit, App: c.App, Pool: c.Pool, Group: c.Group, Phase: Starting,
 		Epoch: max(s.LastEpoch(g.Unit), s.EpochLeast) + 1, Attempt: g.Attempt, AppRevision: c.AppRevision,
 		Launch: g.Launch, Ranks: slices.Clone(g.Ranks), Blocks: slices.Clone(g.Blocks), Since: c.At,
-		Restarts: max(0, g.Restarts),
+		Restarts: max(0, g.Restarts), LastEnd: g.LastEnd,
 	}
 	slices.SortFunc(u.Ranks, func(a, b RankGrant) int { return cmp.Compare(a.Rank, b.Rank) })
 	if old := s.Units[g.Unit]; old != nil {
@@ -508,6 +508,7 @@ func (s *State) unitFailed(c *UnitRef) error {
 	s.recordFreed(u.Blocks)
 	s.updateUnit(u, func(n *Unit) {
 		n.Phase, n.Reason, n.LogTail, n.Blocks, n.Since = Failed, c.Reason, Tail(c.LogTail), nil, c.At
+		n.LastEnd = c.LastEnd
 	})
 	return nil
 }
@@ -548,7 +549,7 @@ func Tail(lines []string) []string {
 	lines = lines[max(0, len(lines)-LogTailLines):]
 	out := make([]string, len(lines))
 	for i, l := range lines {
-		out[i] = strings.ToValidUTF8(l[:min(len(l), logLineBytes)], "")
+		out[i] = cutLine(l, logLineBytes)
 	}
 	return out
 }

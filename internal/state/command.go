@@ -99,6 +99,7 @@ type UnitGrant struct {
 	Attempt     int         `json:"attempt"`
 	Launch      string      `json:"launch,omitempty"`   // as in Unit
 	Restarts    int         `json:"restarts,omitempty"` // first Unit.Restarts if the unit has no record
+	LastEnd     *LastEnd    `json:"last_end,omitempty"` // as in Unit
 	Ranks       []RankGrant `json:"ranks"`
 	Blocks      []Block     `json:"blocks,omitempty"`
 }
@@ -109,7 +110,8 @@ type UnitRef struct {
 	Epoch   uint64   `json:"epoch"`
 	Reason  string   `json:"reason,omitempty"`
 	LogTail []string `json:"log_tail,omitempty"`
-	At      int64    `json:"at,omitempty"` // Unit.Since
+	At      int64    `json:"at,omitempty"`       // Unit.Since
+	LastEnd *LastEnd `json:"last_end,omitempty"` // failed: as in Unit
 }
 
 // Result is the outcome of a command.

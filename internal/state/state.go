@@ -122,6 +122,7 @@ type Unit struct {
 	Blocks  []Block     `json:"blocks,omitempty"`
 	Reason  string      `json:"reason,omitempty"`
 	LogTail []string    `json:"log_tail,omitempty"` // failed: 20 lines of the engine's log
+	LastEnd *LastEnd    `json:"last_end,omitempty"` // nil = none; of an earlier grant, or failed: of this one
 	Since   int64       `json:"since,omitempty"`    // unix ms, leader's clock: begin of Phase
 }
 

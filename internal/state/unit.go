@@ -30,6 +30,8 @@ type Machine struct {
 	StopBy  time.Time // stopping: end of the grace for running streams
 	Reason  string    // why the unit is not ready
 	LogTail []string  // lines of the engine's log with it
+	Exit    string    // with it: how the engine ended by itself, as in LastEnd
+	LastEnd *LastEnd  // of an earlier grant, or of this one if it has ended; nil = there was none
 }
 
 // deaths are starts that ended because a node, or the dpserve process there, ended.
@@ -86,6 +88,7 @@ type Event struct {
 	Others  bool
 	Reason  string
 	LogTail []string
+	Exit    string // as in LastEnd
 }
 
 // EffectKind is a kind of action that a machine asks for.
@@ -179,9 +182,9 @@ func (m *Machine) handleWant() []Effect {
 	return []Effect{{Kind: DoGrant, Attempt: 1}}
 }
 
-// forget keeps of a unit without a grant what its next grant needs, and enters a phase.
+// forget keeps of a unit without a grant what its next grant needs and how it ended last, and enters a phase.
 func (m *Machine) forget(p Phase) {
-	*m = Machine{Phase: p, Epoch: m.Epoch, Served: m.Served, Attach: m.Attach}
+	*m = Machine{Phase: p, Epoch: m.Epoch, Served: m.Served, Attach: m.Attach, LastEnd: m.LastEnd}
 }
 
 // handleRedeploy gives a failed unit three more attempts and lets one in backoff try at once. The start under
@@ -276,7 +279,14 @@ func (m *Machine) handleLost(e Event, now time.Time, t Timers) []Effect {
 		return m.endGrant()
 	case m.Phase == Backoff: // the failed starts before the loss stay counted
 		return m.requestGrant(e, m.Attempt+1)
-	case !m.WasReady && !m.Attach && !e.Asked:
+	}
+	isFailedStart := !m.WasReady && !m.Attach && !e.Asked
+	if isFailedStart && m.Phase == Starting {
+		m.Died = true
+		e.Reason += ", while the unit was starting"
+	}
+	m.noteLoss(now, e.Reason)
+	if isFailedStart {
 		return m.countLostStart(e, now, t)
 	}
 	return m.requestGrant(e, 1)
@@ -297,10 +307,6 @@ func (m *Machine) requestGrant(e Event, attempt int) []Effect {
 // start may be the cause. The first one is tried again at once, because a node that ends once most often has
 // another reason.
 func (m *Machine) countLostStart(e Event, now time.Time, t Timers) []Effect {
-	if m.Phase == Starting {
-		m.Died = true
-		e.Reason += ", while the unit was starting"
-	}
 	m.NodeDied = m.NodeDied || m.Died
 	if m.Attempt <= 1 {
 		return m.requestGrant(e, 2)
@@ -424,7 +430,7 @@ func (m *Machine) handleReady(now time.Time) []Effect {
 	}
 	m.Phase, m.WasReady, m.Served, m.Confirmed, m.NodeDied = Ready, true, m.Launch, true, false
 	m.Refusals = 0
-	m.ReadyAt, m.Due, m.Reason, m.LogTail = now, time.Time{}, "", nil
+	m.ReadyAt, m.Due, m.Reason, m.LogTail, m.Exit = now, time.Time{}, "", nil, ""
 	return []Effect{{Kind: ProposeReady}}
 }
 
@@ -492,7 +498,7 @@ func (m *Machine) handleReturned(now time.Time, t Timers) []Effect {
 // what the log of the ended engine tells. Nodes that have not confirmed get the order again.
 func (m *Machine) enterPhase(p Phase, e Event, now time.Time, t Timers) {
 	if m.Phase == Starting || m.Phase == Ready {
-		m.Reason, m.LogTail = e.Reason, nil
+		m.Reason, m.LogTail, m.Exit = e.Reason, nil, e.Exit
 	}
 	if strings.HasPrefix(e.Reason, m.Reason) {
 		m.Reason = e.Reason
@@ -521,6 +527,7 @@ func (m *Machine) handleGone(e Event, now time.Time, t Timers) []Effect {
 	m.NodeDied = m.Died
 	fence := m.WasReady && (m.Phase == Ready || m.Phase == Starting)
 	m.enterPhase(Backoff, e, now, t)
+	m.noteEnd(now)
 	if !m.WasReady {
 		if e.Taken && m.Refusals < MaxRefusals { // the next grant has other ports
 			m.Refusals++
