@@ -144,6 +144,7 @@ type mexCosts struct {
 	// ms per token that the request's context adds to a step, for half of the other answers' time
 	slower   float64
 	exchange float64 // TTFT goal over TPOT goal
+	perTPOT  float64 // 1/TPOT goal
 	goal     float64 // ms: TTFT
 	late     bool    // what is beyond the goal counts logarithmically
 	unseen   float64 // dispatches of other ingresses per own one that no record has named
@@ -153,7 +154,7 @@ type mexCosts struct {
 func (p Mex) costs(q *Request, v *View, s State) mexCosts {
 	c := mexCosts{
 		model: p.current(v), tokens: int64(q.Tokens), answer: firstAnswer, exchange: p.TTFT / p.TPOT,
-		goal: p.TTFT, late: !p.Latency, later: delay(v.Rho),
+		perTPOT: 1 / p.TPOT, goal: p.TTFT, late: !p.Latency, later: delay(v.Rho),
 	}
 	c.stretch = 1 / (c.model.TokenMS * stepTokens)
 	if t, ok := s.(*traffic); ok {
@@ -195,7 +196,10 @@ func (m *mexCosts) of(rk *Rank, hit int64, terms *mexTerms) float64 {
 	model, slow := &m.model, rk.slowness()
 	open, work, pairs, waiting := float64(rk.ongoing()+1), float64(rk.Load.Q), float64(rk.Pairs),
 		float64(rk.Load.Kq+m.tokens)
+	rho := rk.Rho
 	if rk.Bumps.N > 0 && m.unseen > 0 {
+		sent := model.TokenMS*float64(rk.Bumps.Q) + model.PairMS*float64(rk.Bumps.Pairs)/2
+		rho = min(rho+m.unseen*sent/workMemoryMS, maxRho)
 		open += m.unseen * float64(rk.Bumps.N)
 		work += m.unseen * float64(rk.Bumps.Q)
 		pairs += m.unseen * float64(rk.Bumps.Pairs)
@@ -211,7 +215,7 @@ func (m *mexCosts) of(rk *Rank, hit int64, terms *mexTerms) float64 {
 	prefill := prompt * stretch
 	later := m.later * prompt
 	step := model.WeightMS + decoding + model.DecodeMS*(open-decodes) + model.ContextMS*waiting
-	own, push := m.pace(m.exchange * slow * step / (m.goal * (1 - m.rho(rk))))
+	own, push := m.pace(m.perTPOT * slow * step / (1 - rho))
 	others := push * m.exchange * decodes * (prompt*m.perAnswer + slow*m.slower)
 	memory, beyond := 0.0, 0.0
 	if asked, all := context+waiting+m.answer, float64(rk.Capacity); rk.Capacity > 0 && asked > all {
@@ -224,16 +228,6 @@ func (m *mexCosts) of(rk *Rank, hit int64, terms *mexTerms) float64 {
 		*terms = mexTerms{queue, prefill, later, own, others, memory, beyond}
 	}
 	return queue + prefill + later + own + others + memory + beyond
-}
-
-// rho is the share of a rank's time that prefill takes, with what others are taken to have sent unseen.
-func (m *mexCosts) rho(rk *Rank) float64 {
-	rho := rk.Rho
-	if rk.Bumps.N > 0 && m.unseen > 0 {
-		sent := m.model.TokenMS*float64(rk.Bumps.Q) + m.model.PairMS*float64(rk.Bumps.Pairs)/2
-		rho += m.unseen * sent / workMemoryMS
-	}
-	return min(rho, maxRho)
 }
 
 // pace is the cost of tokens that take y times their goal, in ms, and how it grows with y, in goals of the
