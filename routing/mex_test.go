@@ -375,7 +375,7 @@ func TestMeanAnswer(t *testing.T) {
 }
 
 // Equal ranks whose prompts happen to take longer or shorter than predicted count as equal; a rank that is
-// five times slower is told apart after a few prompts.
+// five times slower is recognised after a few prompts.
 func TestSlownessWithinItsErrorIsNone(t *testing.T) {
 	play := func(slow float64, prompts int) View {
 		r := routerWith(newPolicy(t, "mex"), 4, 1000)

@@ -206,3 +206,17 @@ func TestPickOneSide(t *testing.T) {
 	a, b := next.Routers()
 	assert.True(t, a == p && b == d)
 }
+
+// A millisecond of prefill delays requests that are still to come alike in both pools: by the share of the
+// time of all their ranks that prefill takes.
+func TestPairsHaveOneUtilisation(t *testing.T) {
+	d := decidePair(t, "mex", 8000, func(c *pairCase) { c.p.Rho, c.d.Rho = .8, .1 })
+	want := delay((2*.8+4*.1)/6) * steptime.Reference().Prefill(8000, 0)
+	for _, c := range d.Candidates {
+		for _, term := range c.Terms {
+			if term.Name == "later_arrivals" {
+				assert.InEpsilon(t, want, term.Value, 1e-9, "remote: %v", c.Remote)
+			}
+		}
+	}
+}

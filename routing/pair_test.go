@@ -12,8 +12,6 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
-
-	"github.com/dpserve/dpserve/internal/steptime"
 )
 
 // pairCase is any pair decision.
@@ -697,19 +695,5 @@ func BenchmarkPair(b *testing.B) {
 			}
 			b.ReportMetric(float64(spent.Nanoseconds())/float64(b.N), "ns/pick")
 		})
-	}
-}
-
-// A millisecond of prefill delays requests that are still to come alike in both pools: by the share of the
-// time of all their ranks that prefill takes.
-func TestPairsHaveOneUtilisation(t *testing.T) {
-	d := decidePair(t, "mex", 8000, func(c *pairCase) { c.p.Rho, c.d.Rho = .8, .1 })
-	want := delay((2*.8+4*.1)/6) * steptime.Reference().Prefill(8000, 0)
-	for _, c := range d.Candidates {
-		for _, term := range c.Terms {
-			if term.Name == "later_arrivals" {
-				assert.InEpsilon(t, want, term.Value, 1e-9, "remote: %v", c.Remote)
-			}
-		}
 	}
 }

@@ -98,13 +98,20 @@ func TestAUnitThatEndsOnProbationTakesTheRevisionBack(t *testing.T) {
 	}
 }
 
-func TestAnEndThatANodeCausedHaltsNothing(t *testing.T) {
+// inRollOut has replaced the first of two units, which is on probation.
+func inRollOut(t *testing.T) *world {
+	t.Helper()
 	w := newWorld(t)
 	w.deploy(sim("chat", 2, app.Independent))
 	w.up("chat/0/0", "chat/0/1")
 	w.deploy(changed(2))
 	w.says("a", "chat/0/0", msg.UnitGone)
 	w.up("chat/0/0")
+	return w
+}
+
+func TestAnEndThatANodeCausedHaltsNothing(t *testing.T) {
+	w := inRollOut(t)
 	w.step(StateSeen{w.state.Clone()})
 	w.core.stepUnit(w.now, w.core.units["chat/0/0"], state.Event{Kind: state.EvLost, Reason: "restarted"})
 	w.step(TimerFired{})
@@ -147,12 +154,7 @@ func TestDeleteDuringARollout(t *testing.T) {
 }
 
 func TestAHaltThatDoesNotGetThroughIsRepeated(t *testing.T) {
-	w := newWorld(t)
-	w.deploy(sim("chat", 2, app.Independent))
-	w.up("chat/0/0", "chat/0/1")
-	w.deploy(changed(2))
-	w.says("a", "chat/0/0", msg.UnitGone)
-	w.up("chat/0/0")
+	w := inRollOut(t)
 	lost := 0
 	w.lose = func(c state.Command) error {
 		if c.HaltRollout != nil && lost < 2 {

@@ -42,7 +42,7 @@ func addCompletions(e *env, root *cobra.Command) {
 	}
 	byFlag := map[string][]cobra.Completion{
 		"engine": {engineSim}, "roles": server.AllRoles(), "on-lease-loss": {"serve", "fence"},
-		"from": dialects, "policy": routing.Names(), "identity": {app.IdentityText, app.IdentityTokens},
+		"from": knownPrograms, "policy": routing.Names(), "identity": {app.IdentityText, app.IdentityTokens},
 		"ray-num-replicas": {app.RayGroups, app.RayRanks},
 		"log-format":       {"text", "json"}, "log-level": {"debug", "info", "warn", "error"},
 	}

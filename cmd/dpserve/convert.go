@@ -29,8 +29,8 @@ has MODEL where the name of their model stands.`,
 			switch {
 			case from == "":
 				return requireArgs(1, "FILE")(cmd, args)
-			case !slices.Contains(dialects, from):
-				return usageError("convert", "--from %q: wanted %s", from, strings.Join(dialects, ", "))
+			case !slices.Contains(knownPrograms, from):
+				return usageError("convert", "--from %q: wanted %s", from, strings.Join(knownPrograms, ", "))
 			case len(args) == 0:
 				return usageError("convert", "--from wants the command line of the program behind --")
 			}
@@ -44,7 +44,7 @@ has MODEL where the name of their model stands.`,
 		},
 	}
 	cmd.Flags().StringVar(&from, "from", "", "`program` whose command line stands behind --: "+
-		strings.Join(dialects, ", "))
+		strings.Join(knownPrograms, ", "))
 	cmd.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
 		if from != "" {
 			return usageError("convert", "%v: the command line of --from stands behind --", err)

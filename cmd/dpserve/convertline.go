@@ -13,10 +13,10 @@ import (
 	"github.com/dpserve/dpserve/internal/engineflags"
 )
 
-// dialects are the programs whose command lines convert reads.
+// knownPrograms are the programs whose command lines convert reads.
 //
 //nolint:gochecknoglobals // a constant list
-var dialects = []string{"sglang-router", "vllm", "dynamo", "furiosa"}
+var knownPrograms = []string{"sglang-router", "vllm", "dynamo", "furiosa"}
 
 // unknownModel stands for the name of a model that the command line does not tell.
 const unknownModel = "MODEL"

@@ -53,7 +53,7 @@ func (p *patience) ask(ctx context.Context, f func(ctx context.Context) error) (
 // hear notes that the cluster answers.
 func (p *patience) hear() { p.answered, p.silentSince = true, time.Time{} }
 
-// isOver reports whether it is in vain to ask again after err, or has been tried for long enough.
+// isOver reports whether asking again after err changes nothing, or has lasted long enough.
 func (p *patience) isOver(err error) bool {
 	switch client.CodeOf(err) {
 	case client.CodeUnavailable, client.CodeTimeout, client.CodeOverloaded:

@@ -21,7 +21,7 @@ type Files struct {
 	TLSKey  string // --tls-key
 }
 
-// Access is what the files hold. Its methods may be called from any goroutine.
+// Access is what the files hold. Its methods may be called from any goroutine, Follow once.
 type Access struct {
 	Metrics *telemetry.Access // given to Open
 
