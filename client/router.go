@@ -256,7 +256,23 @@ type PairInfo struct {
 	All      int    `json:"all"`       // pairs of ready ranks
 	// decisions so far by reason
 	Decisions map[string]uint64 `json:"decisions"`
-	Prefill   *Info             `json:"prefill"` // of the prefill pool
+	// the time of a transfer as decisions count it, in ms per token: the median of Links, without any an
+	// assumption
+	TransferMs float64        `json:"transfer_token_ms"`
+	Links      []TransferLink `json:"links,omitempty"` // by the names of their machines
+	Prefill    *Info          `json:"prefill"`         // of the prefill pool
+}
+
+// TransferLink is what transfers from one machine to another take, where some were timed.
+type TransferLink struct {
+	Prefill string  `json:"prefill"` // the machine of the prefill rank
+	Decode  string  `json:"decode"`  // the machine of the decode rank
+	TokenMs float64 `json:"token_ms"`
+	// by what factor the link must differ from the median to count as slower or faster: its time is as
+	// uncertain
+	Spread    float64 `json:"spread"`
+	Transfers int     `json:"transfers"` // that were timed
+	AgeS      float64 `json:"age_s"`     // seconds since the last one
 }
 
 // PairReplay is the pair decision of a past request.

@@ -69,7 +69,7 @@ func (l *costModel) addDecodeSample(now time.Duration) {
 	l.stale, l.last = true, now
 }
 
-// median is the median slowness of the ranks with samples; 1 without any. Of two it takes the faster one.
+// median is the median slowness of the ranks with samples; 1 without any.
 func (l *costModel) median(accounts []account, of func(*account) *speed) float64 {
 	l.scratch = l.scratch[:0]
 	for i := range accounts {
@@ -80,19 +80,31 @@ func (l *costModel) median(accounts []account, of func(*account) *speed) float64
 	if len(l.scratch) == 0 {
 		return 1
 	}
-	slices.Sort(l.scratch)
-	return l.scratch[(len(l.scratch)-1)/2]
+	return median(l.scratch)
 }
 
-// slow is a rank's slowness relative to the median of all ranks, and the factor by which it must differ from
-// it. Within that factor it is 1. It decays towards 1 while the rank has no new sample.
+// median sorts x, which is not empty. Of two it is the smaller one.
+func median(x []float64) float64 {
+	slices.Sort(x)
+	return x[(len(x)-1)/2]
+}
+
+// slow is a rank's slowness relative to the median of all ranks, as far as it is certain (beside).
 func (l *costModel) slow(s *speed, now time.Duration) (slow, spread float64) {
+	slow, spread = s.beside(l.prefill, slowMemory, now)
+	return min(max(slow, leastSlow), mostSlow), spread
+}
+
+// beside is the slowness relative to the usual one, and the factor by which it must differ from that. Within
+// that factor it is 1. It decays towards 1 while there is no new sample: half of it in memory.
+func (s *speed) beside(usual float64, memory, now time.Duration) (slow, spread float64) {
 	spread = max(leastSpread, 1+spreadDoubts*s.doubt())
-	if x := s.slowness(l.prefill) / l.prefill; x < spread && x*spread > 1 {
+	slow = s.slowness(usual) / usual
+	if slow < spread && slow*spread > 1 {
 		return 1, spread
 	}
-	age := float64(max(0, now-s.last)) / float64(slowMemory)
-	return min(max(1+(s.slowness(l.prefill)/l.prefill-1)/(1+age*age), leastSlow), mostSlow), spread
+	age := float64(max(0, now-s.last)) / float64(memory)
+	return 1 + (slow-1)/(1+age*age), spread
 }
 
 // decodePace times the tokens of one request of a rank while the rank does nothing but decode: what a step

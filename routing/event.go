@@ -75,6 +75,7 @@ type Event struct {
 	End         End  // EvFinished
 	Assumed     bool // EvFirstToken: the rank has predicted it; it is not measured
 	Local       bool
+	Machine     string
 	Snapshot    []Open
 
 	Now time.Duration // on View.Now's clock; 0 leaves the view's
@@ -151,7 +152,7 @@ func (r *Router) rankUp(i int, found bool, e *Event) (wake, ok bool) {
 	before := *rk
 	*rk = Rank{
 		ID: e.Rank, Epoch: e.Epoch, Incarnation: e.Incarnation, Ready: true, Local: e.Local,
-		MaxOngoing: e.MaxOngoing, Since: r.view.Now,
+		Machine: e.Machine, MaxOngoing: e.MaxOngoing, Since: r.view.Now,
 	}
 	if same { // what the engine reported last still holds, and whether it is ejected
 		rk.KVUsage, rk.HasKVUsage, rk.Busy, rk.Capacity, rk.BlockSize = before.KVUsage, before.HasKVUsage,

@@ -4,20 +4,8 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"time"
 )
-
-// The transfer of a prompt from a prefill rank to a decode rank: Qwen3-32B in bf16 (64 layers, 8 KV heads of
-// 128) over 25 Gbit/s, the reference model of the cost model on a link that most clusters have.
-const (
-	transferBytes = 64 * 8 * 128 * 2 * 2 // of KV cache per token
-	transferSpeed = 25e9 / 8             // bytes per second
-	handOffMS     = 5                    // the second leg, the handshake and the first read
-)
-
-// transferMS is the time to move the KV blocks of tokens.
-func transferMS(tokens int64) float64 {
-	return handOffMS + 1000*transferBytes*float64(tokens)/transferSpeed
-}
 
 // How many ranks of each pool are compared pair by pair. The cost of a pair is the sum of a part per prefill
 // rank and a part per decode rank, but for what is beyond the first token's goal; so the best pair is among
@@ -66,9 +54,10 @@ func (t *pairTerms) sum() (ms float64) {
 
 // pairRow is a rank with its part of a pair's terms.
 type pairRow struct {
-	rank *Rank
-	cost pairTerms
-	sort float64 // ms: ranks with less are compared first
+	rank  *Rank
+	cost  pairTerms
+	moves int64   // tokens of the prompt that a decode rank does not hold
+	sort  float64 // ms: ranks with less are compared first
 }
 
 // pairRows are the ranks that are compared.
@@ -125,6 +114,8 @@ func (l *localCost) candidate(id RankID) PairCandidate {
 // pairModel is what one decision charges by: mex for both pools.
 type pairModel struct {
 	prefill, decode mexCosts
+	transfers       *transferTimes
+	now             time.Duration
 	byCost          bool
 	choice          pairRow   // the decode policy's choice, as the decode rank of a pair
 	own             localCost // the same rank alone
@@ -133,6 +124,7 @@ type pairModel struct {
 func (r *PairRule) model(in *PairInput, local *Rank) pairModel {
 	m := pairModel{
 		prefill: in.Prefill.costs(), decode: in.Decode.costs(),
+		transfers: &in.Table.transfers, now: in.Decode.View.Now,
 		byCost: r.Decider == DecideMex && !in.Prefill.isNamed(), choice: pairRow{rank: local},
 	}
 	m.prefill.later = delay(in.rho())
@@ -223,7 +215,7 @@ func (m *pairModel) gather(in *PairInput, rnd *rand.Rand, d *PairDecision) {
 			continue
 		}
 		m.addDecodeTerms(&row, c.hits[i])
-		row.sort = row.cost.sum()
+		row.sort = row.cost.sum() + m.transfers.usualMS(row.moves)
 		rows.nDecodes = insertRow(rows.decodes[:], rows.nDecodes, &row)
 	}
 }
@@ -275,15 +267,16 @@ func (m *pairModel) addPrefillTerms(row *pairRow, hit, leased int64) {
 func (m *pairModel) addDecodeTerms(row *pairRow, hit int64) {
 	var terms mexTerms
 	m.decode.of(row.rank, m.decode.tokens, &terms)
-	row.cost[termTransfer] = transferMS(m.decode.tokens - hit)
+	row.moves = m.decode.tokens - hit
 	row.cost[termOwn], row.cost[termOthers], row.cost[termDecodeMemory] = terms[3], terms[4], terms[5]
 }
 
-// pair is the cost of a pair from its two parts.
+// pair is the cost of a pair from its two parts and the transfer between them.
 func (m *pairModel) pair(p, d *pairRow) (terms pairTerms) {
 	for n := range terms {
 		terms[n] = p.cost[n] + d.cost[n] // one of them is 0
 	}
+	terms[termTransfer] = m.transfers.ms(p.rank, d.rank, d.moves, m.now)
 	if first := terms[termQueue] + terms[termPrefill] + terms[termTransfer]; m.decode.late &&
 		first > m.decode.goal {
 		terms[termBeyond] = m.decode.goal*(1+math.Log(first/m.decode.goal)) - first

@@ -92,7 +92,8 @@ func (r *PairRouter) decide(p, d *Request, cannotSplit bool, out *PairDecision) 
 }
 
 // Next is a PairRouter over other Routers or with another rule, for ranks that r knows: pairs that have met
-// stay so. Leases stay with r, because their requests release them there.
+// stay so, and what their transfers took is known. Leases stay with r, because their requests release them
+// there.
 func (r *PairRouter) Next(prefill, decode *Router, rule PairRule, seed uint64) *PairRouter {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -100,6 +101,7 @@ func (r *PairRouter) Next(prefill, decode *Router, rule PairRule, seed uint64) *
 	for key := range r.table.met {
 		next.table.SetMet(key.prefill, key.decode)
 	}
+	next.table.transfers = r.table.transfers.clone()
 	return next
 }
 
@@ -226,9 +228,10 @@ const (
 	leasedTokens = 1 << 16
 )
 
-// PairTable holds what a pair decision needs to know beyond both pools' views: which ranks have met, and what
-// prefill ranks hold for decode ranks. Rank numbers of the two pools may be equal, so a rank is always named
-// together with its pool. The caller serializes all calls; the table reads no clock.
+// PairTable holds what a pair decision needs to know beyond both pools' views: which ranks have met, what
+// prefill ranks hold for decode ranks, and how long transfers take. Rank numbers of the two pools may be
+// equal, so a rank is always named together with its pool. The caller serializes all calls; the table reads
+// no clock.
 type PairTable struct {
 	prewarm  bool
 	met      map[pairKey]struct{}
@@ -236,6 +239,8 @@ type PairTable struct {
 	decodes  map[RankRef]int // met prefill ranks
 	leased   map[RankRef]int64
 	failed   map[pairKey]int // prompts in a row that failed on their way, of pairs that have met
+
+	transfers transferTimes
 }
 
 type pairKey struct{ prefill, decode RankRef }

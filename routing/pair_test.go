@@ -159,7 +159,7 @@ func naivePair(c *pairCase) (remote bool, cost float64, reason string) {
 			m := pairModel{prefill: pm, decode: dm}
 			row := pairRow{rank: p}
 			m.addPrefillTerms(&row, phits[i], c.table.Leased(p))
-			x := transferMS(int64(c.dq.Tokens - c.d.hitOn(&c.dq, d.ID)))
+			x := c.table.transfers.ms(p, d, int64(c.dq.Tokens-c.d.hitOn(&c.dq, d.ID)), c.d.Now)
 			sum := a[0] + a[1] + x + a[2] + b[3] + b[4] + row.cost[termPrefillMemory] + b[5]
 			if first := a[0] + a[1] + x; dm.late && first > dm.goal {
 				sum += dm.goal*(1+math.Log(first/dm.goal)) - first

@@ -80,6 +80,8 @@ type Rank struct {
 	Slow       float64
 	SlowSpread float64 // what Slow is judged by: from 1/SlowSpread to SlowSpread a rank counts as equal
 	Rho        float64 // share of its time that prefill takes, as of View.Now: what all ingresses sent it
+
+	Machine string // that runs its engine
 }
 
 // Bumps counts own dispatches that the rank's records have not named yet. Other ingresses have such
@@ -314,6 +316,14 @@ func (v *View) Find(id RankID) (int, bool) {
 		}
 	}
 	return lo, lo < len(v.Ranks) && v.Ranks[lo].ID == id
+}
+
+// row is the row of an incarnation, nil if it is not in the view.
+func (v *View) row(ref RankRef) *Rank {
+	if i, ok := v.Find(ref.ID); ok && v.Ranks[i].Incarnation == ref.Incarnation {
+		return &v.Ranks[i]
+	}
+	return nil
 }
 
 // maxWalk is how many rows findNear looks at before it searches: as many ranks may be missing without a cost.

@@ -237,7 +237,7 @@ func (ar *appRouter) addRank(r *rank, seq uint64, s *msg.Snapshot) {
 	}
 	ar.observe(routing.Event{
 		Kind: routing.EvRankUp, Rank: r.ID, Epoch: r.Epoch, Incarnation: r.Incarnation, Seq: seq,
-		Local: r.local, Snapshot: ar.openScratch,
+		Local: r.local, Machine: r.Machine(), Snapshot: ar.openScratch,
 		Capacity: s.Capacity, BlockSize: s.BlockSize,
 	})
 	r.publishedReady, r.publishedMax, r.publishedSilent, r.publishedEjection = true, 0, false, -1

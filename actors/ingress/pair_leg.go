@@ -90,6 +90,9 @@ func (s legRunner) beginLeg(number uint32) *pairLeg {
 		return nil
 	}
 	l.isRunning, l.started = true, time.Now()
+	if l.side == dispatch.Prefill {
+		s.computed = time.Time{}
+	}
 	return l
 }
 
@@ -288,6 +291,7 @@ func (s legRunner) prefillLeg(l *pairLeg, cmd *dispatch.Command) (res result, pa
 	}
 	a, failed := transfer.ReadPrefill(s.pair.transfer, &s.body, answer)
 	l.own.firstToken = time.Now()
+	s.noteComputed(l.own.firstToken)
 	l.pool.groups.observe(routing.EvFirstToken, l.rank.ID, l.reqID, 0)
 	l.pool.estimates.answers.note(s.req.scan.Model, l.rank.ref(), s.req.in.clock())
 	l.answer, l.answer.Params = a, nil
@@ -311,6 +315,13 @@ func (s legRunner) prefillLeg(l *pairLeg, cmd *dispatch.Command) (res result, pa
 		params = uint64(l.number)
 	}
 	return result{cause: dispatch.OK}, params
+}
+
+// noteComputed notes when a prefill rank had computed the prompt: the rest is its transfer.
+func (s legRunner) noteComputed(at time.Time) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.computed = at
 }
 
 // legBytes is the memory of a leg's body beyond that of the client's body.

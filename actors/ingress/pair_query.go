@@ -37,10 +37,19 @@ func pairFallback(p *pairApp) string {
 func pairInfo(p *pairApp) *client.PairInfo {
 	state, count := p.state()
 	prefill := routerInfo(p.prefill, p.prefill.router.Load())
-	return &client.PairInfo{
+	out := &client.PairInfo{
 		Decide: p.rule, Transfer: p.traits.Name, Fallback: pairFallback(p), Pairs: state, Met: count.met,
 		All: count.all, Decisions: p.router.Counts(), Prefill: &prefill,
 	}
+	usual, links := p.router.TransferTimes(p.in.clock())
+	out.TransferMs = usual
+	for _, l := range links {
+		out.Links = append(out.Links, client.TransferLink{
+			Prefill: l.Prefill, Decode: l.Decode, TokenMs: l.TokenMS, Spread: l.Spread,
+			Transfers: l.Transfers, AgeS: l.Age.Seconds(),
+		})
+	}
+	return out
 }
 
 // pairPick is the pair part of a recorded decision; the zero value: the application has one pool.

@@ -49,6 +49,7 @@ type splitState struct {
 	choosing uint32  // number of the choice under way
 	cancel   context.CancelCauseFunc
 	legs     []*pairLeg
+	computed time.Time // when the last prefill leg had its answer; zero: it has none yet
 	answer   dispatch.AnswerKind
 	why      dispatch.Cause // of an answer of dpserve's own
 }
@@ -519,15 +520,22 @@ func (s *split) mayRelay(ev dispatch.Event) bool {
 	l := s.leg
 	s.flight.Tell(ev)
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	if l.isPassed && ev.Kind == dispatch.EvContent {
-		part := "transfer"
-		if s.way != dispatch.WayRemote {
-			part = "decode"
-		}
-		s.pair.metrics.Part(part, time.Since(l.started))
+	isPassed, computed := l.isPassed, s.computed
+	s.mu.Unlock()
+	if !isPassed || ev.Kind != dispatch.EvContent {
+		return isPassed
 	}
-	return l.isPassed
+	now := time.Now()
+	if s.way != dispatch.WayRemote {
+		s.pair.metrics.Part("decode", now.Sub(l.started))
+		return true
+	}
+	s.pair.metrics.Part("transfer", now.Sub(l.started))
+	if s.req.scan.Stream && !computed.IsZero() && s.rank != nil && l.hasTicket() {
+		q := &s.req.query
+		s.pair.router.Transferred(s.rank.ref(), l.rank.ref(), q.Tokens-q.HitOn(l.rank.ID), now.Sub(computed))
+	}
+	return true
 }
 
 // isUnderWay reports whether a flight leads the request.

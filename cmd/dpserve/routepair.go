@@ -97,6 +97,7 @@ func addPairRows(t *table, p *client.PairInfo) {
 	row("transfer", p.Transfer)
 	row("fallback", p.Fallback)
 	row("pairs", fmt.Sprintf("%s, %d of %d connected", p.Pairs, p.Met, p.All))
+	row("transfer time", describeTransfers(p))
 	var counts []string
 	for _, reason := range slices.Sorted(maps.Keys(p.Decisions)) {
 		counts = append(counts, fmt.Sprintf("%s %d", reason, p.Decisions[reason]))
@@ -106,6 +107,31 @@ func addPairRows(t *table, p *client.PairInfo) {
 	}
 	row("decisions", strings.Join(counts, ", "))
 	row("pool", app.PoolDecode)
+}
+
+// maxLinks is how many links between machines the table names; JSON has every one.
+const maxLinks = 8
+
+// describeTransfers says how long transfers take, and which links take another time.
+func describeTransfers(p *client.PairInfo) string {
+	if len(p.Links) == 0 {
+		return fmt.Sprintf("%.3f ms per token assumed, nothing measured yet", p.TransferMs)
+	}
+	parts := []string{
+		fmt.Sprintf("%.3f ms per token, measured on %s", p.TransferMs, formatCount(len(p.Links), "link")),
+	}
+	for _, l := range p.Links {
+		if l.TokenMs == p.TransferMs {
+			continue
+		}
+		if len(parts) > maxLinks {
+			parts = append(parts, "…")
+			break
+		}
+		parts = append(parts, fmt.Sprintf("%s to %s %.3f ms (spread %.1f, %s)", l.Prefill, l.Decode,
+			l.TokenMs, l.Spread, formatCount(l.Transfers, "transfer")))
+	}
+	return strings.Join(parts, "; ")
 }
 
 // pairNotes returns a line about each application with two pools.

@@ -137,21 +137,26 @@ func TestPairRouterShow(t *testing.T) {
 		Pair: &client.PairInfo{
 			Decide: "uncached>=512", Transfer: "nixl", Fallback: "local", Pairs: client.PairsOn, Met: 7,
 			All:       8,
-			Decisions: map[string]uint64{"long_prefill": 12, "decode_holds": 3},
-			Prefill:   &client.Info{App: "pd.prefill", Policy: "kv", Ranks: 2, Ready: 1, Imbalance: 1},
+			Decisions: map[string]uint64{"long_prefill": 12, "decode_holds": 3}, TransferMs: 0.0212,
+			Links: []client.TransferLink{
+				{Prefill: "a", Decode: "b", TokenMs: 0.0212, Spread: 1.5, Transfers: 40},
+				{Prefill: "a", Decode: "c", TokenMs: 0.0839, Spread: 1.7, Transfers: 9},
+			},
+			Prefill: &client.Info{App: "pd.prefill", Policy: "kv", Ranks: 2, Ready: 1, Imbalance: 1},
 		},
 	}
 	require.Equal(t, 0, cli.run([]string{"router", "show", "demo"}))
 	out := cli.stdout()
 	assert.True(t, strings.HasPrefix(out, strings.TrimPrefix(`
-ROUTER        pd
-decide        uncached>=512
-transfer      nixl
-fallback      local
-pairs         on, 7 of 8 connected
-decisions     decode_holds 3, long_prefill 12
-pool          decode
-policy        mex
+ROUTER         pd
+decide         uncached>=512
+transfer       nixl
+fallback       local
+pairs          on, 7 of 8 connected
+transfer time  0.021 ms per token, measured on 2 links; a to c 0.084 ms (spread 1.7, 9 transfers)
+decisions      decode_holds 3, long_prefill 12
+pool           decode
+policy         mex
 `, "\n")), out)
 	assert.Contains(t, out, "\n\nROUTER        pd.prefill\npolicy        kv\n")
 	assert.Contains(t, out, "ranks ready   1/2\n")

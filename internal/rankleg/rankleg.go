@@ -166,6 +166,16 @@ type Rank struct {
 	reset       *url.URL
 }
 
+// Machine names the machine that runs the rank's engine: of an attached engine by its address, unless that is
+// the node's own.
+func (r *Rank) Machine() string {
+	host := r.base.Hostname()
+	if ip := net.ParseIP(host); r.Target.Owned || host == "localhost" || ip != nil && ip.IsLoopback() {
+		return r.Node
+	}
+	return host
+}
+
 // fixedRoutes are the routes to which requests go without a Target.
 const fixedRoutes = int(openai.Models) + 1
 

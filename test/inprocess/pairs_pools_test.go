@@ -63,7 +63,8 @@ func askPairBody(ctx context.Context, c *harness.Cluster, body string) *harness.
 	return harness.ReadAnswer(resp, began)
 }
 
-// PD7: a short prompt has no prefill leg, a long one names both ranks, and a metric counts each way.
+// PD7, PD33: a short prompt has no prefill leg, a long one names both ranks, and a metric counts each way.
+// The time of the transfers is measured.
 func TestPD7ShortAndLongPrompts(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -87,6 +88,16 @@ func TestPD7ShortAndLongPrompts(t *testing.T) {
 		st, _ := c.App("pd")
 		assert.EqualValues(t, 1, st.PD.Remote)
 		assert.EqualValues(t, 1, st.PD.Local)
+
+		for i := range 4 { // with the first one, enough to know the link
+			long = askPair(t.Context(), c, words(fmt.Sprint("more", i), 20_000), 4)
+			assert.Equal(t, "remote", long.Way)
+		}
+		c.Quiet()
+		r, err := c.Router("pd").Info(t.Context())
+		require.NoError(t, err)
+		require.Len(t, r.Pair.Links, 1, "all engines are on one machine")
+		assert.InEpsilon(t, sim.DefaultTokenBytes/25e6, r.Pair.TransferMs, 0.3, "25 GB/s")
 	})
 }
 
