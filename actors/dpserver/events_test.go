@@ -497,6 +497,23 @@ func TestTheEnginesReport(t *testing.T) {
 	})
 }
 
+// TestIdleEnginesAreReadRarely: an engine that is read for its restarts alone is read every third second
+// while it has nothing to do, and every second from its first request on.
+func TestIdleEnginesAreReadRarely(t *testing.T) {
+	withPublisher(t, false, true, func(t *testing.T, r *testRig, _ *publisher) {
+		reads := func() int {
+			before := r.engine.count("counters")
+			time.Sleep(30 * time.Second)
+			return r.engine.count("counters") - before
+		}
+		reads()
+		assert.Equal(t, 10, reads())
+		r.ask()
+		time.Sleep(time.Second)
+		assert.GreaterOrEqual(t, reads(), 30)
+	})
+}
+
 // TestTransfersOfAPool: a rank of a pool reads its engine's transfers, shows them, and tells its sinks when a
 // decode rank has read a prompt after its lease. Metrics that do not answer do not take the number back.
 func TestTransfersOfAPool(t *testing.T) {

@@ -68,7 +68,7 @@ func (r *replica) startMonitor() {
 }
 
 func (r *replica) armHealthTick() {
-	r.monitor.timer = r.sendAfter(healthPeriod(r.spec.App), healthTick{r.monitor.round})
+	r.monitor.timer = r.sendOnBeat(healthPeriod(r.spec.App), healthTick{r.monitor.round})
 }
 
 func (r *replica) receiveMonitor(m any) {

@@ -22,7 +22,13 @@ type scrape struct {
 	suspect   *engine.Counters // a report that looks like another process's; the next report decides
 	published msg.Status       // the report that the stream had last
 	missed    int              // failed reads in a row
+	isQuiet   bool             // the last two reports show no work
+	isSlow    bool             // the timer is that of a quiet engine
 }
+
+// quietScrapes is how many times rarer the reads are while the engine has nothing to do. Its connection stays
+// open between them.
+const quietScrapes = 3
 
 // maxMissedScrapes is how many reads in a row may fail before the last report is dropped. Otherwise a usage
 // above busy_threshold would keep requests away without end.
@@ -56,7 +62,8 @@ func policyNeeds(a *app.Application) routing.Needs {
 // monitor.
 func (r *replica) refreshRouting() {
 	r.app = r.currentApplication()
-	if !r.scrape.isActive && r.needsScrape() {
+	isLate := r.scrape.isSlow && !r.hasNothingToReport()
+	if (!r.scrape.isActive || isLate) && r.needsScrape() {
 		r.scrape.isActive = true
 		r.startScrape()
 	}
@@ -65,12 +72,23 @@ func (r *replica) refreshRouting() {
 
 // startScrape reads /metrics beside the actor, one read at a time, and sets the timer for the next.
 func (r *replica) startScrape() {
-	r.scrape.timer = r.sendAfter(r.timers.Scrape, scrapeTimer{r.monitor.round})
+	stopTimer(r.scrape.timer)
+	every := r.timers.Scrape
+	if r.scrape.isSlow = r.hasNothingToReport(); r.scrape.isSlow {
+		every *= quietScrapes
+	}
+	r.scrape.timer = r.sendOnBeat(every, scrapeTimer{r.monitor.round})
 	if r.scrape.isPending {
 		return
 	}
 	r.scrape.isPending = true
 	r.readEngine(func(c counterRead) any { return scrapeResult{c} })
+}
+
+// hasNothingToReport says that the engine is idle, and that the report is read for restarts and sleep alone.
+func (r *replica) hasNothingToReport() bool {
+	return r.scrape.isQuiet && r.account.openCount() == 0 && r.app.Routing.BusyThreshold == nil &&
+		r.app.Pool == ""
 }
 
 func (r *replica) onScrapeTick(m scrapeTimer) {
@@ -84,6 +102,7 @@ func (r *replica) onScrapeTick(m scrapeTimer) {
 
 func (r *replica) onScraped(m scrapeResult) {
 	r.scrape.isPending = false // there is never more than one read
+	r.scrape.isQuiet = m.err == nil && r.scrape.hasLast && m.counters.IsQuiet(r.scrape.last)
 	if m.round != r.monitor.round || r.state.phase != phaseOpen && r.state.phase != phaseDraining {
 		return
 	}

@@ -17,6 +17,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -250,7 +251,8 @@ func runUp(ctx context.Context, e *env, f *upFlags, file *appFile) (err error) {
 		defer reservePortSlice(ctx, &c)()
 	}
 	scr := e.screen()
-	c.LogWriter = upLog{scr}
+	died := &atomic.Bool{}
+	c.LogWriter = upLog{scr, died}
 	if f.set.Changed("log-level") {
 		c.LogWriter = scr // the user wants the log as it is
 	}
@@ -271,7 +273,7 @@ func runUp(ctx context.Context, e *env, f *upFlags, file *appFile) (err error) {
 	if err != nil {
 		return stopUnserved(e, s, scr, err)
 	}
-	watchRanks(ctx, e, s, cluster, scr, *f.output == formatWide)
+	watchRanks(ctx, e, s, cluster, scr, died, *f.output == formatWide)
 	select {
 	case <-s.done:
 		return s.unexpectedEnd()

@@ -5,38 +5,44 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/state"
 )
 
-// watchEvery is the interval at which `up` reads the status of its ranks.
-const watchEvery = 250 * time.Millisecond
+// watchEvery is the interval at which `up` reads the status of its ranks. After settledAfter rounds without a
+// request, a death or a rank that is not ready, it reads the status in every calmRounds-th round alone.
+const (
+	watchEvery   = 250 * time.Millisecond
+	settledAfter = rateWindowSamples
+	calmRounds   = 4
+)
 
 // watchRanks shows the ranks until a signal comes or the node ends: as a live table on a terminal, and
-// everywhere one line for each rank that dies, and one when it is ready again.
-func watchRanks(ctx context.Context, e *env, s *serving, cluster admin, scr *screen, wide bool) {
+// everywhere one line for each rank that dies, and one when it is ready again. died says that one did.
+func watchRanks(ctx context.Context, e *env, s *serving, cluster admin, scr *screen, died *atomic.Bool,
+	wide bool,
+) {
 	defer scr.clear()
 	tick := time.NewTicker(watchEvery)
 	defer tick.Stop()
 	history, speed := &unitHistory{}, &rate{}
+	load, calm := upLoad{}, 0 // calm counts rounds in a row in which nothing happened
 	for {
-		call, cancel := context.WithTimeout(ctx, callTimeout)
-		apps, err := cluster.Apps(call)
-		cancel()
-		if err == nil { // else the last table stays: an election, or the node ends
-			for _, line := range history.news(e.now(), apps) {
-				scr.printMessage("%s", line)
+		calm++
+		requests, tokens, inFlight := s.Totals()
+		if died.Swap(false) || inFlight > 0 || requests != load.requests {
+			calm = 0
+		}
+		load = upLoad{requests: requests, inFlight: inFlight, tokensPerS: speed.add(e.now(), tokens)}
+		if calm < settledAfter || calm%calmRounds == 0 {
+			apps, isSteady := history.print(ctx, e, cluster, scr)
+			if !isSteady {
+				calm = 0
 			}
-			requests, tokens, inflight := s.Totals()
-			load := upLoad{requests: requests, inFlight: inflight, tokensPerS: speed.add(e.now(), tokens)}
-			scr.show(func(width, height int) []string {
-				view := statusView{now: e.now(), relative: true, wide: wide, width: width}
-				summary := load.summary(apps, width-1)
-				rows := rankRows(apps)
-				return append(view.liveRanks(rows, liveRows(height)-1, e.io.paintLive), summary)
-			})
+			showRanks(e, scr, apps, load, wide)
 		}
 		select {
 		case <-s.done:
@@ -46,6 +52,38 @@ func watchRanks(ctx context.Context, e *env, s *serving, cluster admin, scr *scr
 		case <-tick.C:
 		}
 	}
+}
+
+// print reads the status and prints what is new in it. isSteady: nothing is, and all ranks are ready. Without
+// a status, in an election or at the node's end, it returns none.
+func (h *unitHistory) print(ctx context.Context, e *env, cluster admin, scr *screen) (
+	apps []client.AppStatus, isSteady bool,
+) {
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	apps, err := cluster.Apps(ctx)
+	if err != nil {
+		return nil, false
+	}
+	news := h.news(e.now(), apps)
+	for _, line := range news {
+		scr.printMessage("%s", line)
+	}
+	ready, desired := countReady(apps)
+	return apps, len(news) == 0 && ready == desired
+}
+
+// showRanks shows the live table of a status, and leaves the last one without any.
+func showRanks(e *env, scr *screen, apps []client.AppStatus, load upLoad, wide bool) {
+	if apps == nil {
+		return
+	}
+	scr.show(func(width, height int) []string {
+		view := statusView{now: e.now(), relative: true, wide: wide, width: width}
+		summary := load.summary(apps, width-1)
+		rows := rankRows(apps)
+		return append(view.liveRanks(rows, liveRows(height)-1, e.io.paintLive), summary)
+	})
 }
 
 // upLoad is what the node of `up` has served.
@@ -192,12 +230,17 @@ func inParentheses(reason string) string {
 // deathRecord is the log record of a rank's death. `up` says the same in a sentence.
 const deathRecord = "unit is fenced"
 
-// upLog is the log of the node of `up`: it leaves out the records that `up` prints as sentences.
-type upLog struct{ scr *screen }
+// upLog is the log of the node of `up`: it leaves out the records that `up` prints as sentences, and notes
+// that there was one.
+type upLog struct {
+	scr  *screen
+	died *atomic.Bool
+}
 
 // Write prints a record. The logger writes one record per call.
 func (l upLog) Write(p []byte) (int, error) {
 	if strings.Contains(string(p), deathRecord) {
+		l.died.Store(true)
 		return len(p), nil
 	}
 	return l.scr.Write(p)

@@ -2,6 +2,7 @@ package main
 
 import (
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -92,7 +93,7 @@ func TestUpSummary(t *testing.T) {
 // The log of up leaves out the record that up prints as a sentence, and no other.
 func TestUpLog(t *testing.T) {
 	scr, v := emulatedScreen(80, 10)
-	log := upLog{scr}
+	log := upLog{scr, &atomic.Bool{}}
 	_, _ = log.Write([]byte("level=WARN msg=\"unit is fenced\" unit=demo/0/0\n"))
 	_, _ = log.Write([]byte("level=WARN msg=\"the disk is full\"\n"))
 	assert.Equal(t, `level=WARN msg="the disk is full"`, v.everything())

@@ -45,6 +45,13 @@ func (c Counters) Moved(before Counters) bool {
 	return c.Seen && (c.PromptTokens != before.PromptTokens || c.GenerationTokens != before.GenerationTokens)
 }
 
+// IsQuiet reports that the engine has nothing to do and computed nothing between before and c.
+func (c Counters) IsQuiet(before Counters) bool {
+	return c.Running == 0 && c.Waiting == 0 && c.PromptTokens == before.PromptTokens &&
+		c.GenerationTokens == before.GenerationTokens && c.StartTime == before.StartTime &&
+		c.Asleep == before.Asleep && !c.Asleep
+}
+
 // Restarted reports whether c comes from another process than before: the start time changed or a counter
 // fell.
 func (c Counters) Restarted(before Counters) bool {

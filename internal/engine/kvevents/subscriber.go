@@ -27,8 +27,8 @@ import (
 	"github.com/dpserve/dpserve/internal/engine/kvevents/zmtp"
 )
 
-// tickInterval is the period of the checks of cooldowns and of a silent stream.
-const tickInterval = 250 * time.Millisecond
+// minTick is the shortest time from one batch of events to a check of cooldowns and of a silent stream.
+const minTick = 250 * time.Millisecond
 
 // errStarted is given by a second Start.
 var errStarted = errors.New("kv event subscriber was started before")
@@ -171,8 +171,9 @@ func (s *Subscriber) follow(ctx context.Context) {
 		answers: make(chan answer, replayBacklog),
 	}
 	defer f.end()
-	tick := time.NewTicker(tickInterval)
+	tick := time.NewTimer(minTick)
 	defer tick.Stop()
+	var tickAt time.Time // when the timer ends; zero: it does not run
 	var spare []item
 	for {
 		select {
@@ -188,10 +189,15 @@ func (s *Subscriber) follow(ctx context.Context) {
 		case a := <-f.answers:
 			f.answer(a)
 		case now := <-tick.C:
+			tickAt = time.Time{}
 			f.t.tick(now)
 		}
 		f.launch(ctx)
 		f.publish()
+		if at := f.t.dueAt(); !at.IsZero() && (tickAt.IsZero() || at.Before(tickAt)) {
+			tickAt = at
+			tick.Reset(max(time.Until(at), minTick))
+		}
 	}
 }
 

@@ -337,15 +337,31 @@ func (t *tracker) overflow(now time.Time) {
 
 // tick starts the checks and replays that are due.
 func (t *tracker) tick(now time.Time) {
-	if !t.connected || !t.replays || t.replay.mode != replayNone || now.Before(t.replay.cooldown) {
+	if at := t.dueAt(); at.IsZero() || now.Before(at) {
 		return
 	}
-	switch {
-	case t.wantsFull() && !now.Before(t.replay.fullAt):
+	if t.wantsFull() && !now.Before(t.replay.fullAt) {
 		t.start(now, replayFull, 0)
-	case t.have && !t.replay.tailAt.IsZero() && !now.Before(t.replay.tailAt):
-		t.start(now, replayTail, t.next)
+		return
 	}
+	t.start(now, replayTail, t.next)
+}
+
+// dueAt is when tick has something to start, if nothing comes before; zero: never.
+func (t *tracker) dueAt() (at time.Time) {
+	if !t.connected || !t.replays || t.replay.mode != replayNone {
+		return at
+	}
+	if t.wantsFull() {
+		at = t.replay.fullAt
+	}
+	if tail := t.replay.tailAt; t.have && !tail.IsZero() && (at.IsZero() || tail.Before(at)) {
+		at = tail
+	}
+	if !at.IsZero() && at.Before(t.replay.cooldown) {
+		return t.replay.cooldown
+	}
+	return at
 }
 
 // wantsFull records that a replay was not possible and that a later full replay could complete the state.
