@@ -169,7 +169,7 @@ func readFor(e *env, engine string, read func() (*appFile, error)) (*appFile, er
 	}
 	file, err := read()
 	if err == nil && engine == engineSim {
-		for _, line := range simulate(file.apps) {
+		for _, line := range useSimulatedEngine(file.apps) {
 			printMessage(e.io.Err, "--engine sim: %s", line)
 		}
 		file.changed = true
@@ -177,19 +177,19 @@ func readFor(e *env, engine string, read func() (*appFile, error)) (*appFile, er
 	return file, err
 }
 
-// simulate converts applications to the simulated engine and returns one line per change. It drops settings
+// useSimulatedEngine converts applications to the simulated engine and returns one line per change. It drops settings
 // that only devices or the real program need, and keeps sizes, coupling, routing and limits.
-func simulate(apps []*app.Application) []string {
+func useSimulatedEngine(apps []*app.Application) []string {
 	var said []string
 	for _, a := range apps {
 		if a.Engine.Kind != app.KindSim {
-			said = append(said, simulateOne(a)...)
+			said = append(said, useSimulatedEngineIn(a)...)
 		}
 	}
 	return said
 }
 
-func simulateOne(a *app.Application) []string {
+func useSimulatedEngineIn(a *app.Application) []string {
 	s := &changes{app: a.PoolName()}
 	s.add(true, "engine.kind: %s → sim", a.Engine.Kind)
 	s.add(len(a.Engine.Command) > 0, "engine.command dropped")

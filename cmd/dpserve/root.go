@@ -81,7 +81,8 @@ func newRoot(e *env) *cobra.Command {
 	root.AddCommand(newUp(e), newServe(e), newStart(e), newJoin(e), newValidate(e), newConvert(e), newPlan(e),
 		newDeploy(e), newHistory(e), newGet(e), newRollback(e), newStatus(e), newRoute(e), newRouter(e),
 		newLogs(e), newEvents(e), newDelete(e), newRanks(e), newNodes(e), newDrain(e), newRestart(e),
-		newUndrain(e), newLeave(e), newRecover(e), newToken(e), newDoctor(e), newBench(e), newVersion(e),
+		newUndrain(e), newLeave(e), newRecover(e), newToken(e), newDoctor(e), newBench(e), newSimulate(e),
+		newVersion(e),
 		newCompletion(e))
 	addReading(e, root)
 	root.DisableFlagsInUseLine = true

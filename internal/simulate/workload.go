@@ -2,7 +2,7 @@
 // time: what a routing policy is worth on a day of traffic, in seconds and without noise. The engines are
 // enginemodel's, by the cost model of steptime; the Router hears what an ingress would tell it. The same
 // workload and seed give the same result.
-package tracesim
+package simulate
 
 import (
 	"math"
@@ -29,6 +29,38 @@ func (r *Request) BlockHash(i int) (hash uint64, ok bool) {
 		return 0, false
 	}
 	return r.Blocks[i], true
+}
+
+// Workload generates requests.
+type Workload struct {
+	Name string
+	What string // and what a load is
+	// returns at least one request, in the order of time
+	Make func(load float64, seed uint64) []Request
+}
+
+// Workloads are those that the command knows by name.
+func Workloads() []Workload {
+	const agentSessions, chatRequests, bursts, burst, shared = 1500, 6000, 10, 512, 4
+	const uniformSeconds, prompt, output = 300, 2048, 150
+	burstsBehind := func(shared int) func(load float64, seed uint64) []Request {
+		return func(load float64, seed uint64) []Request {
+			return Bursts(bursts, max(1, int(burst*load)), shared, seed)
+		}
+	}
+	return []Workload{
+		{"agents", "1,500 sessions, whose every turn begins with all turns before it; sessions per second",
+			func(load float64, seed uint64) []Request { return Agents(agentSessions, load, seed) }},
+		{"chats", "6,000 requests as long as those of conversations; requests per second",
+			func(load float64, seed uint64) []Request { return Chats(chatRequests, load, seed) }},
+		{"uniform", "5 minutes of prompts of 2,048 tokens that share nothing; requests per second",
+			func(load float64, seed uint64) []Request {
+				return Uniform(max(1, int(load*uniformSeconds)), prompt, output, load, seed)
+			}},
+		{"bursts", "10 bursts of 512 requests behind 2,048 shared tokens; a factor on their size",
+			burstsBehind(shared)},
+		{"bursts-cold", "the same with nothing shared; a factor on their size", burstsBehind(0)},
+	}
 }
 
 // Agents generates sessions whose every turn begins with all of the turns before it: 20 system prompts of 4

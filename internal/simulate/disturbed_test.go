@@ -1,4 +1,4 @@
-package tracesim_test
+package simulate_test
 
 import (
 	"math"
@@ -8,8 +8,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 
+	"github.com/dpserve/dpserve/internal/simulate"
 	"github.com/dpserve/dpserve/routing"
-	"github.com/dpserve/dpserve/test/tracesim"
 )
 
 // measuringPolicies are those whose scores go by what the Router measures of the ranks.
@@ -18,7 +18,7 @@ func measuringPolicies() []setting {
 }
 
 // leastShare is the smallest share that a rank had of the requests, over the mean.
-func leastShare(r *tracesim.Result) float64 {
+func leastShare(r *simulate.Result) float64 {
 	least, sum := math.MaxInt, 0
 	for _, n := range r.Requests {
 		least, sum = min(least, n), sum+n
@@ -33,13 +33,13 @@ func TestWhatRanksTellWrongDoesNoHarm(t *testing.T) {
 	const second, minute, hour = time.Second, time.Minute, time.Hour
 	skew := []time.Duration{0, hour, -30 * minute, 1000 * hour, -59 * minute, second, 0, -second}
 	jump := []time.Duration{hour, -hour, 0, -30 * minute, second, -second, 0, minute}
-	cases := map[string]func(cfg *tracesim.Config){
-		"clocks that differ": func(cfg *tracesim.Config) { cfg.ClockSkew = skew },
-		"clocks that jump": func(cfg *tracesim.Config) {
+	cases := map[string]func(cfg *simulate.Config){
+		"clocks that differ": func(cfg *simulate.Config) { cfg.ClockSkew = skew },
+		"clocks that jump": func(cfg *simulate.Config) {
 			cfg.ClockSkew, cfg.ClockJump, cfg.ClockJumpAt = skew, jump, time.Minute
 		},
-		"no clocks": func(cfg *tracesim.Config) { cfg.Report = func(e *routing.Event) { e.At = 0 } },
-		"clocks without sense": func(cfg *tracesim.Config) {
+		"no clocks": func(cfg *simulate.Config) { cfg.Report = func(e *routing.Event) { e.At = 0 } },
+		"clocks without sense": func(cfg *simulate.Config) {
 			rnd := rand.New(rand.NewPCG(3, 3))
 			cfg.Report = func(e *routing.Event) {
 				if e.At != 0 {
@@ -47,7 +47,7 @@ func TestWhatRanksTellWrongDoesNoHarm(t *testing.T) {
 				}
 			}
 		},
-		"no capacity, block size or usage": func(cfg *tracesim.Config) {
+		"no capacity, block size or usage": func(cfg *simulate.Config) {
 			cfg.Report = func(e *routing.Event) {
 				e.Capacity, e.BlockSize = 0, 0
 				if e.Kind == routing.EvStatus {
@@ -55,7 +55,7 @@ func TestWhatRanksTellWrongDoesNoHarm(t *testing.T) {
 				}
 			}
 		},
-		"reports without sense": func(cfg *tracesim.Config) {
+		"reports without sense": func(cfg *simulate.Config) {
 			cfg.Report = func(e *routing.Event) {
 				switch e.Kind {
 				case routing.EvStatus, routing.EvRankUp:
@@ -73,9 +73,9 @@ func TestWhatRanksTellWrongDoesNoHarm(t *testing.T) {
 			t.Parallel()
 			undisturbed, disturbed, least := 0.0, map[string]float64{}, map[string]float64{}
 			for seed := range seeds {
-				cfg := tracesim.Default()
+				cfg := simulate.Default()
 				cfg.Ingresses, cfg.Lag, cfg.Seed = 2, 50*time.Millisecond, seed
-				work := tracesim.Chats(2000, 5, seed)
+				work := simulate.Chats(2000, 5, seed)
 				undisturbed += p.run(t, cfg, work).Goodput / float64(seeds)
 				for name, disturb := range cases {
 					cfg := cfg
@@ -97,21 +97,21 @@ func TestWhatRanksTellWrongDoesNoHarm(t *testing.T) {
 
 // A load that never changes and three samples teach no law; every request is served in time all the same.
 func TestLoadsThatTeachNothing(t *testing.T) {
-	constant := tracesim.Uniform(1200, 2048, 100, 20, 1)
+	constant := simulate.Uniform(1200, 2048, 100, 20, 1)
 	for i := range constant {
 		constant[i].At = time.Duration(i) * 50 * time.Millisecond
 	}
-	few := tracesim.Uniform(1200, 400, 60, 20, 1) // a prompt of less than 50 ms is no sample
+	few := simulate.Uniform(1200, 400, 60, 20, 1) // a prompt of less than 50 ms is no sample
 	for _, i := range []int{100, 101, 102} {
 		few[i].Prompt = 20_000
 	}
 	for _, p := range measuringPolicies() {
-		for name, work := range map[string][]tracesim.Request{
+		for name, work := range map[string][]simulate.Request{
 			"a constant load": constant,
 			"three samples":   few,
 		} {
-			r := p.run(t, tracesim.Default(), work)
-			least := run(t, tracesim.Default(), work, "least-loaded")
+			r := p.run(t, simulate.Default(), work)
+			least := run(t, simulate.Default(), work, "least-loaded")
 			assert.GreaterOrEqual(t, r.Goodput, least.Goodput-.01, "%s, %s", p.name, name)
 			assert.GreaterOrEqual(t, leastShare(r), .4, "%s, %s", p.name, name)
 			t.Logf("%s, %s: goodput %.1f %%, least-loaded %.1f %%, least share %.2f",
@@ -122,11 +122,11 @@ func TestLoadsThatTeachNothing(t *testing.T) {
 
 // Ranks whose caches are unknown are used beside ranks whose caches are known.
 func TestRanksWithoutHitsAreUsed(t *testing.T) {
-	work := tracesim.Chats(1500, 6, 5)
+	work := simulate.Chats(1500, 6, 5)
 	for _, p := range measuringPolicies() {
-		known := p.run(t, tracesim.Default(), work)
+		known := p.run(t, simulate.Default(), work)
 		for _, without := range []int{1, 4, 8} {
-			cfg := tracesim.Default()
+			cfg := simulate.Default()
 			cfg.WithoutHits = without
 			r := p.run(t, cfg, work)
 			assert.GreaterOrEqual(t, leastShare(r), .4, "%s, %d ranks", p.name, without)

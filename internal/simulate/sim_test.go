@@ -1,4 +1,4 @@
-package tracesim_test
+package simulate_test
 
 import (
 	"errors"
@@ -8,11 +8,11 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/internal/simulate"
 	"github.com/dpserve/dpserve/routing"
-	"github.com/dpserve/dpserve/test/tracesim"
 )
 
-func run(t *testing.T, cfg tracesim.Config, work []tracesim.Request, name string) *tracesim.Result {
+func run(t *testing.T, cfg simulate.Config, work []simulate.Request, name string) *simulate.Result {
 	t.Helper()
 	return setting{name: name}.run(t, cfg, work)
 }
@@ -23,9 +23,9 @@ type setting struct {
 	params       map[string]any
 }
 
-func (s setting) run(t *testing.T, cfg tracesim.Config, work []tracesim.Request) *tracesim.Result {
+func (s setting) run(t *testing.T, cfg simulate.Config, work []simulate.Request) *simulate.Result {
 	t.Helper()
-	r, err := tracesim.Run(cfg, work, func() (routing.Policy, error) {
+	r, err := simulate.Run(cfg, work, func() (routing.Policy, error) {
 		return routing.New(s.name, s.preset, s.params)
 	})
 	require.NoError(t, err)
@@ -48,7 +48,7 @@ func TestReckonedWorkKeepsGoodput(t *testing.T) {
 	const seeds = 3
 	good := 0.0
 	for seed := range uint64(seeds) {
-		good += run(t, tracesim.Default(), tracesim.Chats(3000, 7, seed), "lmetric-1").Goodput / seeds
+		good += run(t, simulate.Default(), simulate.Chats(3000, 7, seed), "lmetric-1").Goodput / seeds
 	}
 	assert.GreaterOrEqual(t, good, .62)
 	t.Logf("goodput %.1f %%", 100*good)
@@ -56,13 +56,13 @@ func TestReckonedWorkKeepsGoodput(t *testing.T) {
 
 // RA5: Homes of sessions and of texts are kept behind four ingresses as behind one.
 func TestHomesAreKeptBehindSeveralIngresses(t *testing.T) {
-	work := tracesim.Agents(200, 1, 11)
+	work := simulate.Agents(200, 1, 11)
 	for _, name := range []string{"session-affinity", "prefix-aware"} {
 		good := map[int]float64{}
 		for _, ingresses := range []int{1, 4} {
-			cfg := tracesim.Default()
+			cfg := simulate.Default()
 			cfg.Ingresses, cfg.Lag = ingresses, 100*time.Millisecond
-			r, err := tracesim.Run(cfg, work, func() (routing.Policy, error) {
+			r, err := simulate.Run(cfg, work, func() (routing.Policy, error) {
 				return routing.New(name, routing.PresetTuned, nil)
 			})
 			require.NoError(t, err)
@@ -74,9 +74,9 @@ func TestHomesAreKeptBehindSeveralIngresses(t *testing.T) {
 }
 
 func TestRunsRepeat(t *testing.T) {
-	cfg := tracesim.Default()
+	cfg := simulate.Default()
 	cfg.Ingresses, cfg.Lag = 2, 20*time.Millisecond
-	work := tracesim.Agents(20, 1, 5)
+	work := simulate.Agents(20, 1, 5)
 	first := run(t, cfg, work, "lmetric-1")
 	again := run(t, cfg, work, "lmetric-1")
 	assert.Equal(t, first, again)
@@ -84,12 +84,12 @@ func TestRunsRepeat(t *testing.T) {
 
 // Engines refuse a request that is longer than a rank holds. It counts as offered, and the others are served.
 func TestTooLongRequestsAreRefused(t *testing.T) {
-	cfg := tracesim.Default()
-	work := tracesim.Uniform(40, 2048, 10, 10, 1)
+	cfg := simulate.Default()
+	work := simulate.Uniform(40, 2048, 10, 10, 1)
 	for _, i := range []int{0, 7, 39} {
-		work[i].Prompt = cfg.Blocks*tracesim.BlockSize - work[i].Output + 1
+		work[i].Prompt = cfg.Engine.Blocks*simulate.BlockSize - work[i].Output + 1
 	}
-	r, err := tracesim.Run(cfg, work, func() (routing.Policy, error) {
+	r, err := simulate.Run(cfg, work, func() (routing.Policy, error) {
 		return routing.New("lmetric-1", "", nil)
 	})
 	require.NoError(t, err)
@@ -102,14 +102,14 @@ func TestTooLongRequestsAreRefused(t *testing.T) {
 
 // A run can be watched and ended.
 func TestRunsEndWhereTheyAreTold(t *testing.T) {
-	cfg, seen, enough := tracesim.Default(), 0, errors.New("enough")
+	cfg, seen, enough := simulate.Default(), 0, errors.New("enough")
 	cfg.Each = func(sent int) error {
 		if seen++; sent == 25 {
 			return enough
 		}
 		return nil
 	}
-	_, err := tracesim.Run(cfg, tracesim.Uniform(40, 2048, 10, 10, 1),
+	_, err := simulate.Run(cfg, simulate.Uniform(40, 2048, 10, 10, 1),
 		func() (routing.Policy, error) { return routing.New("random", "", nil) })
 	require.ErrorIs(t, err, enough)
 	assert.Equal(t, 25, seen)
@@ -117,8 +117,8 @@ func TestRunsEndWhereTheyAreTold(t *testing.T) {
 
 // What a cache without limit would hold is the most that the ranks' caches can.
 func TestBound(t *testing.T) {
-	cfg := tracesim.Default()
-	work := []tracesim.Request{
+	cfg := simulate.Default()
+	work := []simulate.Request{
 		{Prompt: 1024, Output: 9, Blocks: []uint64{1, 2}},
 		// the last block has the token that is always computed
 		{Prompt: 1024, Output: 9, Blocks: []uint64{1, 2}},
@@ -129,11 +129,11 @@ func TestBound(t *testing.T) {
 	b := cfg.Bound(work)
 	assert.InDelta(t, (512.0+1024)/(1024+1024+2048+120_000), b.Hit, 1e-9)
 	assert.InDelta(t, 3.0/5, b.Goodput, 1e-9)
-	cfg.Goals = tracesim.Goals{TTFT: time.Minute, TPOT: time.Millisecond}
+	cfg.Goals = simulate.Goals{TTFT: time.Minute, TPOT: time.Millisecond}
 	assert.InDelta(t, 1.0/5, cfg.Bound(work).Goodput, 1e-9,
 		"an answer of one token has no time between tokens")
-	cfg = tracesim.Default()
-	chats := tracesim.Chats(500, 5, 3)
+	cfg = simulate.Default()
+	chats := simulate.Chats(500, 5, 3)
 	b = cfg.Bound(chats)
 	r := run(t, cfg, chats, "lmetric-1")
 	assert.LessOrEqual(t, r.Hit, b.Hit)
@@ -143,15 +143,15 @@ func TestBound(t *testing.T) {
 }
 
 func TestBurstMaxMean(t *testing.T) {
-	r := &tracesim.Result{Requests: make([]int, 2)}
+	r := &simulate.Result{Counts: simulate.Counts{Requests: make([]int, 2)}}
 	for i, rank := range []int{0, 0, 1, 1, 0, 0, 0, 1} { // two bursts of four
-		r.Chosen = append(r.Chosen, tracesim.Choice{At: time.Duration(i / 4), Rank: rank})
+		r.Chosen = append(r.Chosen, simulate.Choice{At: time.Duration(i / 4), Rank: rank})
 	}
-	r.Chosen = append(r.Chosen, tracesim.Choice{At: 9, Rank: 1}) // no burst
+	r.Chosen = append(r.Chosen, simulate.Choice{At: 9, Rank: 1}) // no burst
 	mean, worst := r.BurstMaxMean()
 	assert.InDelta(t, 1.25, mean, 1e-9)
 	assert.InDelta(t, 1.5, worst, 1e-9)
-	work := tracesim.Bursts(2, 512, 4, 1)
+	work := simulate.Bursts(2, 512, 4, 1)
 	assert.Len(t, work, 1024)
 	assert.Equal(t, work[0].Blocks[:4], work[1023].Blocks[:4])
 	assert.NotEqual(t, work[0].Blocks[4], work[1023].Blocks[4])
@@ -161,11 +161,11 @@ func TestBurstMaxMean(t *testing.T) {
 
 // The records of a rank carry the instants at which they happened, on the rank's own clock.
 func TestRecordsCarryTheRanksTime(t *testing.T) {
-	cfg := tracesim.Default()
+	cfg := simulate.Default()
 	cfg.Ranks, cfg.Lag = 2, 300*time.Millisecond
 	cfg.ClockSkew, cfg.ClockJump, cfg.ClockJumpAt = []time.Duration{0, 5 * time.Minute},
 		[]time.Duration{-time.Second}, 10*time.Second
-	work := tracesim.Uniform(200, 2048, 50, 10, 1)
+	work := simulate.Uniform(200, 2048, 50, 10, 1)
 	kinds := map[routing.EventKind]int{}
 	var admitted []time.Duration // off the first rank's clock
 	cfg.Report = func(e *routing.Event) {

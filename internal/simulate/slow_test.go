@@ -1,4 +1,4 @@
-package tracesim_test
+package simulate_test
 
 import (
 	"testing"
@@ -6,22 +6,22 @@ import (
 
 	"github.com/stretchr/testify/assert"
 
-	"github.com/dpserve/dpserve/test/tracesim"
+	"github.com/dpserve/dpserve/internal/simulate"
 )
 
 // RA3, RT8: A rank that becomes five times slower gets at most half of its share, and what it gets does not
 // spoil the first tokens.
 func TestRT8ASlowRankGetsHalfOfItsShare(t *testing.T) {
 	skipShort(t)
+	const from = time.Minute
 	for _, rate := range []float64{30, 42} {
-		cfg := tracesim.Default()
-		cfg.Lag, cfg.SlowRank, cfg.SlowFactor, cfg.SlowFrom = 100*time.Millisecond, 3, 5, time.Minute
-		work := tracesim.Uniform(int(rate*180), 2048, 150, rate, 11)
+		cfg := simulate.Default()
+		cfg.Lag, cfg.Faults = 100*time.Millisecond, []simulate.Fault{{At: from, Rank: 3, Factor: 5}}
+		work := simulate.Uniform(int(rate*180), 2048, 150, rate, 11)
 		base := run(t, cfg, work, "least-loaded")
-		ttft := tracesim.Percentile(base.TTFT, .99)
+		ttft := simulate.Percentile(base.TTFT, .99)
 		for _, name := range []string{"mex", "lmetric-1"} {
 			r := run(t, cfg, work, name)
-			from := cfg.SlowFrom
 			later := r.Share(3, from+20*time.Second, time.Hour)
 			for _, share := range []float64{
 				r.Share(3, from, from+10*time.Second), r.Share(3, from+10*time.Second, from+20*time.Second),
@@ -29,7 +29,7 @@ func TestRT8ASlowRankGetsHalfOfItsShare(t *testing.T) {
 			} {
 				assert.LessOrEqual(t, share, .0625, "%s at %v/s", name, rate)
 			}
-			p99 := tracesim.Percentile(r.TTFT, .99)
+			p99 := simulate.Percentile(r.TTFT, .99)
 			assert.LessOrEqual(t, p99.Seconds(), 1.1*ttft.Seconds(), "%s at %v/s", name, rate)
 			assert.GreaterOrEqual(t, r.TokensPerSecond(), .98*base.TokensPerSecond(), "%s at %v/s", name,
 				rate)

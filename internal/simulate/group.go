@@ -1,7 +1,6 @@
-package tracesim
+package simulate
 
 import (
-	"container/heap"
 	"fmt"
 	"math/rand/v2"
 	"time"
@@ -11,14 +10,11 @@ import (
 	"github.com/dpserve/dpserve/routing"
 )
 
-// GroupConfig is the shape of a run in which the ranks of Config are one lockstep group. Its engines' Law is
-// DeepSeek's.
+// GroupConfig is the shape of a run in which the ranks of Config are one lockstep group.
 type GroupConfig struct {
 	Config
 
-	Slots       int  // requests per rank
-	PromptSteps bool // a rank that has a prompt does not decode in that step
-	Decode      bool // the prompts come computed
+	Decode bool // the prompts come computed
 	// Rule has one queue for all ingresses; nil: each ingress has its own, and the policy chooses ranks
 	Rule *routing.GroupRule
 	// Waiting requests at any time, whatever the workload's times: the group is saturated. 0 = requests come
@@ -31,30 +27,24 @@ type GroupConfig struct {
 	Handover time.Duration    // from an ingress to the queue of the rule
 }
 
-// LockstepGroup is one ingress before ranks with slots requests each, 1M tokens of KV, records 100 ms old and
-// a dispatch of 1 to 3 ms.
+// LockstepGroup is one ingress before ranks of DeepSeek-V3 with slots requests each, 1M tokens of KV, records
+// 100 ms old and a dispatch of 1 to 3 ms.
 func LockstepGroup(ranks, slots int) GroupConfig {
-	c := GroupConfig{
-		Config: Default(), Slots: slots,
-		Dispatch: [2]time.Duration{time.Millisecond, 3 * time.Millisecond},
-	}
-	c.Ranks, c.Blocks, c.Lag = ranks, 2048, 100*time.Millisecond
+	c := GroupConfig{Config: Default(), Dispatch: [2]time.Duration{time.Millisecond, 3 * time.Millisecond}}
+	c.Ranks, c.Slots, c.Engine.Blocks, c.Lag = ranks, slots, 2048, 100*time.Millisecond
+	c.Engine.MaxModelLen = c.Engine.Blocks * BlockSize
+	c.Engine.Law, c.Shared = steptime.DeepSeek(ranks)
 	return c
 }
 
 // group is the part of a run that concerns its lockstep group.
 type group struct {
 	*sim
-	cfg    GroupConfig
-	steps  *enginemodel.Group
-	wake   time.Duration // of steps
-	line   *routing.GroupLine
-	askAt  time.Duration // of line; 0 = never
-	queues [][]*call     // by ingress, without a line
-	room   bool          // the queues are to be looked at
-	agenda agenda
-	seq    int // of agenda
-	next   int // of the workload
+	cfg   GroupConfig
+	steps *enginemodel.Group
+	wake  time.Duration      // of steps
+	line  *routing.GroupLine // nil: each ingress has its own queue
+	askAt time.Duration      // of line; 0 = never
 	// requests that left a queue, and that ended
 	released, ended int
 	rnd             *rand.Rand
@@ -67,103 +57,84 @@ type group struct {
 	meter groupMeter
 }
 
-// agenda is what will happen, in the order of time.
-type agenda []entry
-
-type entry struct {
-	at  time.Duration
-	seq int
-	do  func()
-}
-
-func (a agenda) Len() int { return len(a) }
-func (a agenda) Less(i, k int) bool {
-	return a[i].at < a[k].at || a[i].at == a[k].at && a[i].seq < a[k].seq
-}
-func (a agenda) Swap(i, k int) { a[i], a[k] = a[k], a[i] }
-func (a *agenda) Push(e any)   { *a = append(*a, e.(entry)) }
-func (a *agenda) Pop() any {
-	last := (*a)[len(*a)-1]
-	*a = (*a)[:len(*a)-1]
-	return last
-}
-
 // RunGroup plays a workload, which is in the order of time, against a lockstep group.
 func RunGroup(cfg GroupConfig, work []Request, newPolicy func() (routing.Policy, error),
 ) (*GroupResult, error) {
-	engine := cfg.engine()
-	engine.Lockstep, engine.PromptSteps, engine.Transfer = true, cfg.PromptSteps, cfg.Decode
-	law, shared := steptime.DeepSeek(cfg.Ranks)
-	engine.Law = law
-	s, err := newSim(cfg.Config, engine, work, cfg.Slots, newPolicy)
+	cfg.Engine.Lockstep, cfg.Engine.Transfer = true, cfg.Decode
+	s, err := newSim(cfg.Config, work, newPolicy)
 	if err != nil {
 		return nil, err
 	}
 	steps, err := enginemodel.NewGroup(enginemodel.GroupConfig{
-		Ranks: cfg.Ranks, SyncInterval: enginemodel.DefaultSyncInterval, Shared: shared,
+		Ranks: cfg.Ranks, SyncInterval: enginemodel.DefaultSyncInterval, Shared: cfg.Shared,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("group: %w", err)
 	}
 	g := &group{
-		sim: s, cfg: cfg, steps: steps, wake: enginemodel.Never, queues: make([][]*call, cfg.Ingresses),
-		rnd:   rand.New(rand.NewPCG(cfg.Seed, 5)),
+		sim: s, cfg: cfg, steps: steps, wake: never, rnd: rand.New(rand.NewPCG(cfg.Seed, 5)),
 		meter: groupMeter{cfg: &cfg, took: make([]time.Duration, cfg.Ranks)},
 	}
 	s.group = g
 	if cfg.Rule != nil {
 		g.line = routing.NewGroupLine(*cfg.Rule)
 	}
-	for _, r := range s.routers {
-		r.OnRoom = func() { g.room = true }
-	}
 	g.refill()
-	g.play()
-	return g.meter.result(s.calls), nil
+	if err := g.play(); err != nil {
+		return nil, err
+	}
+	return g.meter.result(s), nil
 }
 
 // play is the loop: at equal times records are heard of first, then what was on its way comes, then steps
 // end, then requests arrive.
-func (g *group) play() {
+func (g *group) play() error {
 	tick, s := progressEvery, g.sim
 	for {
 		if g.room {
 			g.room = false
 			g.pump()
 		}
-		arrival, told, due := enginemodel.Never, enginemodel.Never, enginemodel.Never
+		arrival, told := never, never
 		if g.cfg.Waiting == 0 && g.next < len(s.calls) {
 			arrival = s.calls[g.next].At
 		}
 		if len(s.late) > 0 {
 			told = s.late[0].due
 		}
-		if len(g.agenda) > 0 {
-			due = g.agenda[0].at
-		}
-		ask := enginemodel.Never
+		ask := never
 		if g.askAt > 0 {
 			ask = g.askAt
 		}
+		due := g.agenda.next()
 		now := min(arrival, told, due, g.wake, ask, tick)
 		if g.isOver(now) {
-			return
+			return nil
 		}
 		s.now = max(s.now, now)
 		switch {
 		case told <= s.now:
-			s.hear(&s.late[0].event)
+			s.hear(s.late[0].pool, &s.late[0].event)
 			s.late = s.late[1:]
 		case due <= s.now:
-			heap.Pop(&g.agenda).(entry).do()
+			g.agenda.do()
 		case tick <= s.now:
 			s.progress()
 			tick += progressEvery
 		case g.wake <= s.now:
 			g.tellSteps()
 		case arrival <= s.now:
-			g.arrive(&s.calls[g.next], g.next%len(g.queues))
+			if c := &s.calls[g.next]; s.cfg.fits(c.Request) {
+				g.arrive(c)
+			} else {
+				g.ended++
+			}
 			g.next++
+			if s.cfg.Each != nil {
+				if err := s.cfg.Each(g.next); err != nil {
+					return err
+				}
+			}
 		default: // the rule is asked again
 			g.askAt, g.room = 0, true
 		}
@@ -176,24 +147,19 @@ func (g *group) isOver(now time.Duration) bool {
 	return now >= g.cfg.Until && (g.cfg.Waiting > 0 || g.next == len(g.calls) && g.ended == g.next)
 }
 
-func (g *group) after(d time.Duration, do func()) {
-	heap.Push(&g.agenda, entry{g.now + d, g.seq, do})
-	g.seq++
-}
-
-// soon is after, but at once where nothing lies between.
+// soon does something after a time, or at once.
 func (g *group) soon(d time.Duration, do func()) {
 	if d > 0 {
-		g.after(d, do)
+		g.agenda.at(g.now+d, do)
 		return
 	}
 	do()
 }
 
 // arrive hands a request to the queue.
-func (g *group) arrive(c *call, ingress int) {
+func (g *group) arrive(c *call) {
 	if g.line == nil {
-		g.queues[ingress] = append(g.queues[ingress], c)
+		g.queues[c.ingress] = append(g.queues[c.ingress], c)
 		g.room = true
 		return
 	}
@@ -211,7 +177,7 @@ func (g *group) refill() {
 		arrived.At = g.now
 		c.Request = &arrived
 		g.next++
-		g.arrive(c, g.next%len(g.queues))
+		g.arrive(c)
 	}
 }
 
@@ -244,10 +210,8 @@ func (g *group) pump() {
 
 // pick asks a Router and sends the request; false = it must wait.
 func (g *group) pick(r *routing.Router, c *call) bool {
-	g.q = routing.Request{
-		ID: c.key, Now: g.now, Tokens: c.Prompt, BlockSize: BlockSize, Direct: c.named, HasDirect: c.isNamed,
-		Force: c.isNamed,
-	}
+	g.ask(&g.q, g.pool, c)
+	g.q.Direct, g.q.HasDirect, g.q.Force = c.named, c.isNamed, c.isNamed
 	r.Pick(&g.q, &g.d)
 	if g.d.Kind != routing.Route {
 		return false
@@ -258,53 +222,36 @@ func (g *group) pick(r *routing.Router, c *call) bool {
 	if more := g.cfg.Dispatch[1] - took; more > 0 {
 		took += time.Duration(g.rnd.Int64N(int64(more)))
 	}
-	g.after(took, func() { g.send(r, c) })
+	hit := g.q.HitOn(g.d.Ranked[0])
+	g.agenda.at(g.now+took, func() {
+		c.own = g.reserve(g.pool, c, routing.ID(0, c.rank), hit)
+		c.own.sent.Remote = g.cfg.Decode
+		g.send(c.own)
+		g.bring(c.own.on)
+		if len(g.words) > 0 {
+			g.tellSteps()
+		}
+	})
 	return true
 }
 
-// send brings a request to its engine.
-func (g *group) send(r *routing.Router, c *call) {
-	rk := g.ranks[c.rank]
-	g.admit(r, rk, c)
-	c.sent = enginemodel.Request{
-		Prompt: c.Prompt, Output: c.Output, Ending: enginemodel.FinishLength, User: c, Remote: g.cfg.Decode,
-	}
-	g.step(rk, enginemodel.Input{Kind: enginemodel.InputAdd, Req: &c.sent})
-	g.flush(rk)
-}
-
-// take notes what an engine says to its group, or of a prompt's KV.
+// take notes what an engine says to its group.
 func (g *group) take(rk *rank, e *enginemodel.Effect) {
-	switch e.Kind {
-	case enginemodel.EffectWave:
-		g.words = append(g.words, enginemodel.GroupInput{Kind: enginemodel.GroupWave, Rank: rk.id.Rank()})
-	case enginemodel.EffectReport:
-		g.words = append(g.words, enginemodel.GroupInput{
-			Kind: enginemodel.GroupReport, Rank: rk.id.Rank(), Took: e.Took, Tokens: e.Tokens,
-			Unfinished: e.Unfinished,
-		})
-		g.meter.report(rk.id.Rank(), e)
-	default: // EffectLoad
-		g.loads = append(g.loads, enginemodel.Input{
-			Kind: enginemodel.InputLoaded, Req: e.Req, KV: make([]enginemodel.BlockKV, e.Req.LoadBlocks()),
-		})
+	said := enginemodel.GroupInput{Kind: enginemodel.GroupWave, Rank: rk.id.Rank()}
+	if e.Kind == enginemodel.EffectReport {
+		said.Kind, said.Took, said.Tokens = enginemodel.GroupReport, e.Took, e.Tokens
+		said.Unfinished = e.Unfinished
+		g.meter.report(said.Rank, e)
 	}
+	g.words = append(g.words, said)
 }
 
-// load gives an engine the KV that it asked for.
-func (g *group) load(rk *rank) {
+// bring gives an engine the KV that it asked for.
+func (g *group) bring(rk *rank) {
 	for len(g.loads) > 0 {
 		in := g.loads
 		g.loads = nil
 		g.step(rk, in...)
-	}
-}
-
-// flush passes on what an engine said.
-func (g *group) flush(rk *rank) {
-	g.load(rk)
-	if len(g.words) > 0 {
-		g.tellSteps()
 	}
 }
 
@@ -324,7 +271,7 @@ func (g *group) tellSteps() {
 		g.meter.began = g.now
 		for _, rk := range g.ranks {
 			g.step(rk, in)
-			g.load(rk)
+			g.bring(rk)
 		}
 	}
 }
@@ -335,7 +282,7 @@ func (g *group) token(r *enginemodel.Request) {
 	if r.Produced() > 1 || g.line == nil {
 		return
 	}
-	key := r.User.(*call).key
+	key := r.User.(*leg).key
 	g.soon(g.cfg.Notice, func() { g.line.FirstToken(key, g.now); g.room = true })
 }
 

@@ -1,4 +1,4 @@
-package tracesim_test
+package simulate_test
 
 import (
 	"math/rand/v2"
@@ -9,26 +9,26 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/internal/simulate"
 	"github.com/dpserve/dpserve/routing"
-	"github.com/dpserve/dpserve/test/tracesim"
 )
 
-// The figures of lockstep groups, as a table: go test ./test/tracesim -run TestGroup -v. Under make
+// The figures of lockstep groups, as a table: go test ./internal/simulate -run TestGroup -v. Under make
 // acceptance they are means over five seeds.
 
 // groupCase is a workload for a lockstep group.
 type groupCase struct {
-	cfg   tracesim.GroupConfig
+	cfg   simulate.GroupConfig
 	rule  func(r routing.GroupRule) routing.GroupRule // nil: that of a group that computes prompts
-	work  func(seed uint64) []tracesim.Request
+	work  func(seed uint64) []simulate.Request
 	seeds uint64
 }
 
 // figure is a mean over the seeds.
-type figure func(r *tracesim.GroupResult) float64
+type figure func(r *simulate.GroupResult) float64
 
 // groupRuns are the results of a case under a policy, or under the rule: one per seed.
-type groupRuns []*tracesim.GroupResult
+type groupRuns []*simulate.GroupResult
 
 func (g groupRuns) mean(f figure) float64 {
 	sum := 0.0
@@ -48,29 +48,29 @@ func (g groupRuns) most(f figure) float64 {
 
 func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
 
-func perSecond(r *tracesim.GroupResult) float64 { return r.PerSecond }
-func step(r *tracesim.GroupResult) float64      { return ms(r.Step) }
-func prefill(r *tracesim.GroupResult) float64   { return r.Prefill }
-func balance(r *tracesim.GroupResult) float64   { return r.Balance }
-func longWait(r *tracesim.GroupResult) float64  { return ms(r.LongWait) }
-func skips(r *tracesim.GroupResult) float64     { return float64(r.Skips) }
+func perSecond(r *simulate.GroupResult) float64 { return r.PerSecond }
+func step(r *simulate.GroupResult) float64      { return ms(r.Step) }
+func prefill(r *simulate.GroupResult) float64   { return r.Prefill }
+func balance(r *simulate.GroupResult) float64   { return r.Balance }
+func longWait(r *simulate.GroupResult) float64  { return ms(r.LongWait) }
+func skips(r *simulate.GroupResult) float64     { return float64(r.Skips) }
 
 func ttft(p float64) figure {
-	return func(r *tracesim.GroupResult) float64 { return ms(tracesim.Percentile(r.TTFT, p)) }
+	return func(r *simulate.GroupResult) float64 { return ms(simulate.Percentile(r.TTFT, p)) }
 }
 
 func tpot(p float64) figure {
-	return func(r *tracesim.GroupResult) float64 { return ms(tracesim.Percentile(r.TPOT, p)) }
+	return func(r *simulate.GroupResult) float64 { return ms(simulate.Percentile(r.TPOT, p)) }
 }
 
 func itl(p float64) figure {
-	return func(r *tracesim.GroupResult) float64 { return ms(tracesim.Percentile(r.ITL, p)) }
+	return func(r *simulate.GroupResult) float64 { return ms(simulate.Percentile(r.ITL, p)) }
 }
 
 // good is the share, in %, with a first token within 2 s and each token behind it within each.
 func good(each time.Duration) figure {
-	return func(r *tracesim.GroupResult) float64 {
-		return 100 * r.Good(tracesim.Goals{TTFT: 2 * time.Second, TPOT: each})
+	return func(r *simulate.GroupResult) float64 {
+		return 100 * r.Good(simulate.Goals{TTFT: 2 * time.Second, TPOT: each})
 	}
 }
 
@@ -81,7 +81,7 @@ func (c *groupCase) play(t *testing.T, name string) (base, rule groupRuns) {
 		cfg, work := c.cfg, c.work(seed)
 		cfg.Seed = seed
 		for range 2 {
-			r, err := tracesim.RunGroup(cfg, work, func() (routing.Policy, error) {
+			r, err := simulate.RunGroup(cfg, work, func() (routing.Policy, error) {
 				return routing.New("lmetric-1", "", nil)
 			})
 			require.NoError(t, err)
@@ -113,25 +113,25 @@ func gain(base, rule groupRuns, f figure) float64 { return 100 * (rule.mean(f)/b
 
 // equals are 1,024 tokens in and 200 out, on 8 ranks for 60 s.
 func equals(rate float64, ranks int) groupCase {
-	c := groupCase{cfg: tracesim.LockstepGroup(ranks, 128), seeds: 2}
+	c := groupCase{cfg: simulate.LockstepGroup(ranks, 128), seeds: 2}
 	c.cfg.From, c.cfg.Until = 20*time.Second, 60*time.Second
-	c.work = func(seed uint64) []tracesim.Request {
-		return tracesim.Lengths(int(65*rate), rate, seed, tracesim.Equal(200, false))
+	c.work = func(seed uint64) []simulate.Request {
+		return simulate.Lengths(int(65*rate), rate, seed, simulate.Equal(200, false))
 	}
 	return c
 }
 
 // saturated has 64 requests waiting at any time.
 func saturated(ranks, slots, from, until int, next func(*rand.Rand) (prompt, output int)) groupCase {
-	c := groupCase{cfg: tracesim.LockstepGroup(ranks, slots), seeds: 1}
+	c := groupCase{cfg: simulate.LockstepGroup(ranks, slots), seeds: 1}
 	c.cfg.Waiting = 64
 	c.cfg.From, c.cfg.Until = time.Duration(from)*time.Second, time.Duration(until)*time.Second
-	c.work = func(seed uint64) []tracesim.Request { return tracesim.Lengths(20_000, 0, seed, next) }
+	c.work = func(seed uint64) []simulate.Request { return simulate.Lengths(20_000, 0, seed, next) }
 	return c
 }
 
 func promptSteps(c groupCase) groupCase {
-	c.cfg.PromptSteps = true
+	c.cfg.Engine.PromptSteps = true
 	return c
 }
 
@@ -199,13 +199,13 @@ func TestGroupSaturated(t *testing.T) {
 		least float64 // % of output more
 	}
 	rows := map[string]row{
-		"equal prompts": {saturated(8, 128, 60, 120, tracesim.Equal(200, true)), 40},
+		"equal prompts": {saturated(8, 128, 60, 120, simulate.Equal(200, true)), 40},
 		"equal prompts, prompt steps": {
-			promptSteps(saturated(8, 128, 60, 120, tracesim.Equal(200, true))), 35,
+			promptSteps(saturated(8, 128, 60, 120, simulate.Equal(200, true))), 35,
 		},
-		"mixed lengths":               {saturated(8, 128, 150, 350, tracesim.Mixed), 100},
-		"mixed lengths, prompt steps": {promptSteps(saturated(8, 128, 150, 350, tracesim.Mixed)), 100},
-		"conversations":               {saturated(16, 64, 400, 1000, tracesim.Chat), 75},
+		"mixed lengths":               {saturated(8, 128, 150, 350, simulate.Mixed), 100},
+		"mixed lengths, prompt steps": {promptSteps(saturated(8, 128, 150, 350, simulate.Mixed)), 100},
+		"conversations":               {saturated(16, 64, 400, 1000, simulate.Chat), 75},
 	}
 	if accepting() {
 		rows["conversations, prompt steps"] = row{promptSteps(rows["conversations"].groupCase), 75}
@@ -229,7 +229,7 @@ func TestGroupOfADecodePool(t *testing.T) {
 		return c
 	}
 	t.Run("saturated", func(t *testing.T) {
-		c := decode(saturated(16, 64, 30, 60, tracesim.Chat))
+		c := decode(saturated(16, 64, 30, 60, simulate.Chat))
 		c.seeds = 2
 		base, rule := c.play(t, "decode pool, saturated")
 		assert.GreaterOrEqual(t, gain(base, rule, perSecond), 6.0)
@@ -238,8 +238,8 @@ func TestGroupOfADecodePool(t *testing.T) {
 		assert.LessOrEqual(t, rule.most(skips), 256.0)
 	})
 	t.Run("saturated, with memory for all", func(t *testing.T) {
-		c := decode(saturated(16, 64, 30, 60, tracesim.Chat))
-		c.seeds, c.cfg.Blocks = 2, 2*c.cfg.Blocks
+		c := decode(saturated(16, 64, 30, 60, simulate.Chat))
+		c.seeds, c.cfg.Engine.Blocks = 2, 2*c.cfg.Engine.Blocks
 		base, rule := c.play(t, "decode pool, much memory")
 		assert.GreaterOrEqual(t, gain(base, rule, perSecond), 6.0)
 		assert.GreaterOrEqual(t, rule.mean(balance), .965)
@@ -247,8 +247,8 @@ func TestGroupOfADecodePool(t *testing.T) {
 	t.Run("44 per s", func(t *testing.T) {
 		c := decode(equals(44, 16))
 		c.seeds, c.cfg.Slots, c.cfg.From, c.cfg.Until = 2, 64, 40*time.Second, 80*time.Second
-		c.work = func(seed uint64) []tracesim.Request {
-			return tracesim.Lengths(85*44, 44, seed, tracesim.Chat)
+		c.work = func(seed uint64) []simulate.Request {
+			return simulate.Lengths(85*44, 44, seed, simulate.Chat)
 		}
 		base, rule := c.play(t, "decode pool, 44 per s")
 		assert.LessOrEqual(t, rule.mean(step), .94*base.mean(step))
@@ -260,7 +260,7 @@ func TestGroupOfAPrefillPool(t *testing.T) {
 	skipShort(t)
 	t.Parallel()
 	c := saturated(16, 64, 200, 1000, func(rnd *rand.Rand) (prompt, output int) {
-		prompt, _ = tracesim.Chat(rnd)
+		prompt, _ = simulate.Chat(rnd)
 		return prompt, 1
 	})
 	c.seeds, c.cfg.Waiting, c.rule = 3, 256, routing.GroupRule.OfPrefillPool
@@ -307,20 +307,20 @@ func TestGroupWithNothingToGain(t *testing.T) {
 	few := func(rate float64, ranks, slots, from, until int, next func(*rand.Rand) (int, int)) groupCase {
 		c := saturated(ranks, slots, from, until, next)
 		c.cfg.Waiting, c.seeds = 0, 3
-		c.work = func(seed uint64) []tracesim.Request {
-			return tracesim.Lengths(int(rate*float64(until+5)), rate, seed, next)
+		c.work = func(seed uint64) []simulate.Request {
+			return simulate.Lengths(int(rate*float64(until+5)), rate, seed, next)
 		}
 		return c
 	}
 	t.Run("mixed lengths, 4.4 per s", func(t *testing.T) {
-		c := few(4.4, 8, 128, 60, 400, tracesim.Mixed)
+		c := few(4.4, 8, 128, 60, 400, simulate.Mixed)
 		base, rule := c.play(t, path.Base(t.Name()))
 		most := good(100 * time.Millisecond)
 		assert.GreaterOrEqual(t, rule.mean(most), base.mean(most)+5)
 		assert.LessOrEqual(t, rule.mean(ttft(.99)), 1.12*base.mean(ttft(.99)))
 	})
 	t.Run("conversations, 0.78 per s", func(t *testing.T) {
-		c := few(.78, 16, 64, 200, 1000, tracesim.Chat)
+		c := few(.78, 16, 64, 200, 1000, simulate.Chat)
 		base, rule := c.play(t, path.Base(t.Name()))
 		assert.LessOrEqual(t, rule.mean(ttft(.5)), 1.01*base.mean(ttft(.5)))
 	})

@@ -1,4 +1,4 @@
-package tracesim_test
+package simulate_test
 
 import (
 	"maps"
@@ -8,8 +8,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 
+	"github.com/dpserve/dpserve/internal/simulate"
 	"github.com/dpserve/dpserve/routing"
-	"github.com/dpserve/dpserve/test/tracesim"
 )
 
 // accepting says that the tests take their full size (make acceptance).
@@ -57,9 +57,9 @@ type figures struct {
 	p99     float64 // of TTFT, s
 }
 
-func (f *figures) add(r *tracesim.Result, seeds uint64) {
+func (f *figures) add(r *simulate.Result, seeds uint64) {
 	f.goodput += 100 * r.Goodput / float64(seeds)
-	f.p99 += tracesim.Percentile(r.TTFT, .99).Seconds() / float64(seeds)
+	f.p99 += simulate.Percentile(r.TTFT, .99).Seconds() / float64(seeds)
 }
 
 // No policy answers more requests in time than mex, on conversations and on agent sessions, by more than half
@@ -72,22 +72,22 @@ func TestRT15NoPolicyBeatsMex(t *testing.T) {
 	if accepting() {
 		requests, sessions = 3000, 700
 	}
-	chats := func(rate float64) func(seed uint64) []tracesim.Request {
-		return func(seed uint64) []tracesim.Request { return tracesim.Chats(requests, rate, seed) }
+	chats := func(rate float64) func(seed uint64) []simulate.Request {
+		return func(seed uint64) []simulate.Request { return simulate.Chats(requests, rate, seed) }
 	}
 	for name, c := range map[string]struct {
-		workload func(seed uint64) []tracesim.Request
+		workload func(seed uint64) []simulate.Request
 		early    bool    // below the ranks' capacity: the first tokens are compared as well
 		off      float64 // by how many points another policy may be ahead
 	}{
 		"chats at 5 per s": {chats(5), true, .5},
 		"chats at 6 per s": {chats(6), true, .5},
 		"chats at 7 per s": {chats(7), false, .5},
-		"short prompts": {func(seed uint64) []tracesim.Request {
-			return tracesim.Lengths(3*requests, 75, seed, tracesim.Short)
+		"short prompts": {func(seed uint64) []simulate.Request {
+			return simulate.Lengths(3*requests, 75, seed, simulate.Short)
 		}, false, 1},
-		"agents at 1 per s": {func(seed uint64) []tracesim.Request {
-			return tracesim.Agents(sessions, 1, seed)
+		"agents at 1 per s": {func(seed uint64) []simulate.Request {
+			return simulate.Agents(sessions, 1, seed)
 		}, false, .5},
 	} {
 		if !accepting() && name != "chats at 6 per s" && name != "short prompts" {
@@ -98,7 +98,7 @@ func TestRT15NoPolicyBeatsMex(t *testing.T) {
 			var mex, latency figures
 			others, all := map[string]*figures{}, rivals()
 			for seed := range seeds {
-				cfg, work := tracesim.Default(), c.workload(seed)
+				cfg, work := simulate.Default(), c.workload(seed)
 				cfg.Seed = seed
 				mex.add(run(t, cfg, work, "mex"), seeds)
 				latency.add(setting{name: "mex", params: map[string]any{"goal": "latency"}}.run(t, cfg, work),

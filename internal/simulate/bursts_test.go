@@ -1,4 +1,4 @@
-package tracesim_test
+package simulate_test
 
 import (
 	"testing"
@@ -6,7 +6,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 
-	"github.com/dpserve/dpserve/test/tracesim"
+	"github.com/dpserve/dpserve/internal/simulate"
 )
 
 // Bursts through 16 ingresses that hear of each other's requests late are spread over the ranks.
@@ -14,9 +14,9 @@ func TestRT11BurstsAreSpread(t *testing.T) {
 	skipShort(t)
 	for _, lag := range []time.Duration{100 * time.Millisecond, 500 * time.Millisecond} {
 		for _, shared := range []int{4, 0} { // blocks
-			cfg := tracesim.Default()
+			cfg := simulate.Default()
 			cfg.Ingresses, cfg.Lag = 16, lag
-			work := tracesim.Bursts(8, 512, shared, 11)
+			work := simulate.Bursts(8, 512, shared, 11)
 			policies := []string{"mex"}
 			if accepting() { // to compare with
 				policies = append(policies, "lmetric-1", "least-loaded")

@@ -1,4 +1,4 @@
-package tracesim
+package simulate
 
 import (
 	"bufio"
@@ -54,6 +54,12 @@ func (e *LineError) Error() string { return fmt.Sprintf("%v: line %d: %v", ErrTr
 // Unwrap makes it an ErrTrace.
 func (e *LineError) Unwrap() []error { return []error{ErrTrace, e.Err} }
 
+// Late are the lines of a trace that are earlier than the line before them.
+type Late struct {
+	Line  int // the first
+	Count int
+}
+
 // ReadTrace reads a trace: its first requests, or all with most = 0. They come in the order of time, the
 // first at 0. The first line tells the format:
 //
@@ -67,10 +73,9 @@ func (e *LineError) Unwrap() []error { return []error{ErrTrace, e.Err} }
 //
 // is that of the Azure LLM inference traces of 2023 and 2024. They say nothing of the prompts, so no two
 // share anything.
-func ReadTrace(r io.Reader, most int) ([]Request, error) {
+func ReadTrace(r io.Reader, most int) (out []Request, late Late, err error) {
 	lines := bufio.NewScanner(r)
 	lines.Buffer(nil, maxLine)
-	var out []Request
 	var read func(line []byte) (Request, error)
 	n := 0
 	for (most <= 0 || len(out) < most) && lines.Scan() {
@@ -89,30 +94,35 @@ func ReadTrace(r io.Reader, most int) ([]Request, error) {
 		case line[0] == '{':
 			read = readMooncake
 		default:
-			return nil, &LineError{n, errFormat}
+			return nil, late, &LineError{n, errFormat}
 		}
 		q, err := read(line)
 		if err == nil && len(out) == MaxRequests {
 			err = errTooMany
 		}
 		if err != nil {
-			return nil, &LineError{n, err}
+			return nil, late, &LineError{n, err}
+		}
+		if len(out) > 0 && q.At < out[len(out)-1].At {
+			if late.Count++; late.Count == 1 {
+				late.Line = n
+			}
 		}
 		out = append(out, q)
 	}
 	switch err := lines.Err(); {
 	case errors.Is(err, bufio.ErrTooLong):
-		return nil, &LineError{n + 1, errLong}
+		return nil, late, &LineError{n + 1, errLong}
 	case err != nil:
-		return nil, fmt.Errorf("read trace: %w", err)
+		return nil, late, fmt.Errorf("read trace: %w", err)
 	case len(out) == 0:
-		return nil, fmt.Errorf("%w: there is no request in it", ErrTrace)
+		return nil, late, fmt.Errorf("%w: there is no request in it", ErrTrace)
 	}
 	sortByTime(out)
 	for i, first := 0, out[0].At; i < len(out); i++ {
 		out[i].At -= first
 	}
-	return out, nil
+	return out, late, nil
 }
 
 func sortByTime(requests []Request) {

@@ -1,12 +1,12 @@
-package tracesim_test
+package simulate_test
 
 import (
 	"testing"
 
 	"github.com/stretchr/testify/assert"
 
+	"github.com/dpserve/dpserve/internal/simulate"
 	"github.com/dpserve/dpserve/internal/steptime"
-	"github.com/dpserve/dpserve/test/tracesim"
 )
 
 // Engines that mex expects to be much faster or slower than they are, in prefill, in decoding or in both, and
@@ -37,8 +37,8 @@ func TestMexIsNoWorseWhileItLearns(t *testing.T) {
 			const seeds = 3
 			mex, base := 0.0, 0.0
 			for seed := range uint64(seeds) {
-				cfg, work := tracesim.Default(), tracesim.Chats(1500, c.rate, seed)
-				cfg.Law, cfg.Seed = c.law, seed
+				cfg, work := simulate.Default(), simulate.Chats(1500, c.rate, seed)
+				cfg.Engine.Law, cfg.Seed = c.law, seed
 				mex += 100 * run(t, cfg, work, "mex").Goodput / seeds
 				base += 100 * run(t, cfg, work, "lmetric-1").Goodput / seeds
 			}

@@ -1,4 +1,4 @@
-package tracesim
+package simulate
 
 import (
 	"slices"
@@ -21,6 +21,8 @@ type GroupResult struct {
 	LongWait  time.Duration   // the longest until an engine began with the prompt
 	Skips     int             // the most
 
+	Whole *Result // of all requests
+
 	ended []served
 }
 
@@ -31,7 +33,7 @@ type served struct{ ttft, tpot time.Duration }
 func (r *GroupResult) Good(goals Goals) float64 {
 	n := 0
 	for _, e := range r.ended {
-		if e.ttft <= goals.TTFT && e.tpot <= goals.TPOT {
+		if goals.met(e.ttft, e.tpot) {
 			n++
 		}
 	}
@@ -113,8 +115,9 @@ func (m *groupMeter) gap(p float64) time.Duration {
 	return 0
 }
 
-func (m *groupMeter) result(calls []call) *GroupResult {
+func (m *groupMeter) result(s *sim) *GroupResult {
 	r := &m.out
+	r.Whole = s.result()
 	r.PerSecond = float64(m.produced) / (m.cfg.Until - m.cfg.From).Seconds()
 	r.Step = m.sum / time.Duration(max(m.all, 1))
 	r.Prefill /= float64(max(m.prefills, 1))
@@ -122,24 +125,25 @@ func (m *groupMeter) result(calls []call) *GroupResult {
 	for p := range 100 {
 		r.ITL = append(r.ITL, m.gap(float64(p)/99))
 	}
-	for i := range calls {
-		c := &calls[i]
-		t := c.sent.Times()
+	for i := range s.calls {
+		c := &s.calls[i]
 		if !m.covers(c.At) {
 			continue
 		}
+		if c.own != nil { // it has not ended
+			c.keep(c.own)
+		}
 		r.Offered++
-		r.LongWait = max(r.LongWait, t.Scheduled-c.At)
+		r.LongWait = max(r.LongWait, c.times.Scheduled-c.At)
 		if !c.finished {
 			continue
 		}
-		e := served{ttft: t.First - c.At}
+		ttft, tpot := c.latency()
 		if c.Output > 1 {
-			e.tpot = (t.Last - t.First) / time.Duration(c.Output-1)
-			r.TPOT = append(r.TPOT, e.tpot)
+			r.TPOT = append(r.TPOT, tpot)
 		}
-		r.ended = append(r.ended, e)
-		r.TTFT = append(r.TTFT, e.ttft)
+		r.ended = append(r.ended, served{ttft, tpot})
+		r.TTFT = append(r.TTFT, ttft)
 	}
 	slices.Sort(r.TTFT)
 	slices.Sort(r.TPOT)

@@ -1,4 +1,4 @@
-package tracesim_test
+package simulate_test
 
 import (
 	"bytes"
@@ -12,21 +12,21 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/dpserve/dpserve/test/tracesim"
+	"github.com/dpserve/dpserve/internal/simulate"
 )
 
-func readTestdata(t *testing.T, name string, most int) []tracesim.Request {
+func readTestdata(t *testing.T, name string, most int) []simulate.Request {
 	t.Helper()
 	f, err := os.Open(filepath.Join("testdata", name))
 	require.NoError(t, err)
 	defer f.Close()
-	trace, err := tracesim.ReadTrace(f, most)
+	trace, _, err := simulate.ReadTrace(f, most)
 	require.NoError(t, err, name)
 	return trace
 }
 
 func TestMooncakeTrace(t *testing.T) {
-	assert.Equal(t, []tracesim.Request{
+	assert.Equal(t, []simulate.Request{
 		{Prompt: 512, Output: 1, Blocks: []uint64{}},
 		{At: 3 * time.Second, Prompt: 1100, Output: 5, Blocks: []uint64{7, 8}},
 		{At: 4500500 * time.Microsecond, Prompt: 1600, Output: 90, Blocks: []uint64{7, 8, 10}},
@@ -35,18 +35,18 @@ func TestMooncakeTrace(t *testing.T) {
 
 // The first request in time comes at 0, and a trace may be read in part.
 func TestAzureTraces(t *testing.T) {
-	assert.Equal(t, []tracesim.Request{
+	assert.Equal(t, []simulate.Request{
 		{Prompt: 4100, Output: 230},
 		{At: 250 * time.Millisecond, Prompt: 700, Output: 12},
 		{At: 500 * time.Millisecond, Prompt: 64, Output: 1},
 		{At: 2750 * time.Millisecond, Prompt: 64, Output: 1},
 	}, readTestdata(t, "azure2023.csv", 0))
-	assert.Equal(t, []tracesim.Request{
+	assert.Equal(t, []simulate.Request{
 		{Prompt: 1200, Output: 40},
 		{At: 100 * time.Millisecond, Prompt: 35, Output: 7},
 		{At: 1350 * time.Millisecond, Prompt: 2500, Output: 310},
 	}, readTestdata(t, "azure2024.csv", 0))
-	assert.Equal(t, []tracesim.Request{
+	assert.Equal(t, []simulate.Request{
 		{Prompt: 1200, Output: 40},
 		{At: 100 * time.Millisecond, Prompt: 35, Output: 7},
 	}, readTestdata(t, "azure2024.csv", 2))
@@ -78,16 +78,16 @@ func TestBadLinesAreNamed(t *testing.T) {
 		header + row + "2023-11-16 18:15:46,9,4,5\n":            3,
 		header + row + "\"" + strings.Repeat("9", 5<<20) + "\"": 3,
 	} {
-		_, err := tracesim.ReadTrace(strings.NewReader(text), 0)
-		require.ErrorIs(t, err, tracesim.ErrTrace, "%.200s", text)
-		var bad *tracesim.LineError
+		_, _, err := simulate.ReadTrace(strings.NewReader(text), 0)
+		require.ErrorIs(t, err, simulate.ErrTrace, "%.200s", text)
+		var bad *simulate.LineError
 		require.ErrorAs(t, err, &bad, "%.200s", text)
 		assert.Equal(t, line, bad.Line, "%.200s", text)
 		assert.Less(t, len(err.Error()), 400)
 	}
 	for _, empty := range []string{"", "\n\n", header} {
-		_, err := tracesim.ReadTrace(strings.NewReader(empty), 0)
-		require.ErrorIs(t, err, tracesim.ErrTrace)
+		_, _, err := simulate.ReadTrace(strings.NewReader(empty), 0)
+		require.ErrorIs(t, err, simulate.ErrTrace)
 	}
 }
 
@@ -103,10 +103,10 @@ func FuzzReadTrace(f *testing.F) {
 	f.Add([]byte(`{"timestamp": 3e12, "input_length": 1073741824, "output_length": 1073741824, ` +
 		`"hash_ids": [18446744073709551615]}`))
 	f.Fuzz(func(t *testing.T, text []byte) {
-		trace, err := tracesim.ReadTrace(bytes.NewReader(text), 0)
+		trace, _, err := simulate.ReadTrace(bytes.NewReader(text), 0)
 		if err != nil {
-			require.ErrorIs(t, err, tracesim.ErrTrace)
-			if bad := (*tracesim.LineError)(nil); errors.As(err, &bad) {
+			require.ErrorIs(t, err, simulate.ErrTrace)
+			if bad := (*simulate.LineError)(nil); errors.As(err, &bad) {
 				require.Positive(t, bad.Line)
 				require.LessOrEqual(t, bad.Line, 1+bytes.Count(text, []byte("\n")))
 			}
@@ -115,14 +115,14 @@ func FuzzReadTrace(f *testing.F) {
 		require.NotEmpty(t, trace)
 		require.Zero(t, trace[0].At)
 		last := time.Duration(0)
-		for _, r := range tracesim.Play(trace, 0.5, 1) {
+		for _, r := range simulate.Play(trace, 0.5, 1) {
 			require.GreaterOrEqual(t, r.At, last)
 			last = r.At
 			require.Positive(t, r.Prompt)
 			require.Positive(t, r.Output)
-			require.LessOrEqual(t, len(r.Blocks), r.Prompt/tracesim.BlockSize)
+			require.LessOrEqual(t, len(r.Blocks), r.Prompt/simulate.BlockSize)
 		}
-		again, err := tracesim.ReadTrace(bytes.NewReader(text), 1)
+		again, _, err := simulate.ReadTrace(bytes.NewReader(text), 1)
 		require.NoError(t, err)
 		require.Len(t, again, 1)
 	})
@@ -130,18 +130,18 @@ func FuzzReadTrace(f *testing.F) {
 
 // Rounded timestamps are spread over what they were rounded by; exact ones stay.
 func TestRoundedTimesAreSpread(t *testing.T) {
-	var rounded, exact []tracesim.Request
+	var rounded, exact []simulate.Request
 	for i := range 100 {
-		rounded = append(rounded, tracesim.Request{At: time.Duration(i/10) * 3 * time.Second})
-		exact = append(exact, tracesim.Request{At: time.Duration(i) * time.Second})
+		rounded = append(rounded, simulate.Request{At: time.Duration(i/10) * 3 * time.Second})
+		exact = append(exact, simulate.Request{At: time.Duration(i) * time.Second})
 	}
 	distinct := map[time.Duration]bool{}
-	for _, r := range tracesim.Play(rounded, 2, 1) {
+	for _, r := range simulate.Play(rounded, 2, 1) {
 		distinct[r.At] = true
 		assert.Less(t, r.At, 15*time.Second)
 	}
 	assert.Len(t, distinct, 100)
-	for i, r := range tracesim.Play(exact, 2, 1) {
+	for i, r := range simulate.Play(exact, 2, 1) {
 		assert.Equal(t, time.Duration(i)*time.Second/2, r.At)
 	}
 }

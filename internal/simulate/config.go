@@ -1,0 +1,142 @@
+// Package simulate plays a trace of requests against simulated engines behind the real Router, on virtual
+// time: what a routing policy is worth on a day of traffic, in seconds and without noise. The engines are
+// enginemodel's, by the cost model of steptime; the Routers, and with prefill ranks their PairRouter, hear what
+// an ingress would tell them. The same workload and seed give the same result. It is pure: the command reads
+// the files and runs a Study's runs beside each other.
+//
+// It leaves out what lies between: the network, the time of a decision, engines that answer with errors, and
+// the first contact of a pair. A prompt's KV has the link for itself.
+package simulate
+
+import (
+	"time"
+
+	"github.com/dpserve/dpserve/internal/enginemodel"
+	"github.com/dpserve/dpserve/internal/steptime"
+	"github.com/dpserve/dpserve/routing"
+)
+
+// Config is the shape of a run.
+type Config struct {
+	Pool
+	Prefill Pool // ranks that only compute prompts, for those of Pool; without Ranks there are none
+	Pair    routing.PairRule
+	// of the prefill ranks; nil: that of the others
+	PrefillPolicy func() (routing.Policy, error)
+	Transfer
+	Queue
+
+	Ingresses int           // requests come to them in turn, each has Routers of its own
+	Lag       time.Duration // how old a rank's records are when the ingresses hear of them
+	Seed      uint64        // of the Routers
+	Goals     Goals         // what a request must meet to count as good
+	Faults    []Fault
+
+	ClockSkew   []time.Duration // by rank: how far its own clock is ahead; ranks beyond the list: 0
+	ClockJump   []time.Duration // by rank: by how much its clock jumps at ClockJumpAt; likewise
+	ClockJumpAt time.Duration   //
+	WithoutHits int             // of the first of the ranks nobody knows what they hold
+	// changes what a rank tells before an ingress hears of it; nil = nothing is changed
+	Report func(*routing.Event)
+
+	Each func(sent int) error // called after each request that came; an error ends the run; nil = not called
+}
+
+// Pool is ranks that are alike.
+type Pool struct {
+	Ranks         int
+	Engine        enginemodel.Config // its blocks have BlockSize tokens
+	Shared        steptime.Shared    // of a lockstep group: what its ranks do together in a step
+	Slots         int                // requests per rank, more wait at their ingress; 0 = without limit
+	BusyThreshold *float64           // of the application; nil = off
+}
+
+// Transfer is how long a prompt is on its way from a prefill rank to a decode rank.
+type Transfer struct {
+	HandOver time.Duration // from the end of the prefill leg to the decode rank
+	PerToken time.Duration
+}
+
+// Queue bounds what waits at an ingress, and how often a request is tried.
+type Queue struct {
+	Most     int           // requests; 0 = without limit
+	Wait     time.Duration // 0 = without limit
+	Attempts int           // ranks that a request may be lost with
+	Cut      bool          // an answer that has begun ends with its rank
+}
+
+// Fault is a rank that dies, or becomes slow.
+type Fault struct {
+	At      time.Duration
+	Rank    int
+	Prefill bool          // a rank of the prefill pool
+	Factor  float64       // its steps take so many times as long; 0 = it dies
+	For     time.Duration // then it is as before, or starts again; 0 = never
+}
+
+// Goals are what a request must meet to count as good.
+type Goals struct {
+	TTFT time.Duration // from its arrival to its first token, at most
+	TPOT time.Duration // per token behind the first, at most
+}
+
+// never is a time that does not come.
+const never = enginemodel.Never
+
+// Engine is a rank of the reference model: steps of 8,192 tokens, room for 699,392.
+func Engine() enginemodel.Config {
+	e := enginemodel.Default()
+	e.Blocks = e.Blocks * e.BlockSize / BlockSize
+	e.BlockSize, e.MaxModelLen = BlockSize, e.Blocks*BlockSize
+	return e
+}
+
+// Default is eight such ranks, one ingress, and goals of 2 s and 50 ms.
+func Default() Config {
+	return Config{
+		Pool: Pool{Ranks: 8, Engine: Engine()}, Ingresses: 1, Queue: Queue{Attempts: 3},
+		// Qwen3-32B over 25 Gbit/s, as routing's costs of pairs have it
+		Transfer: Transfer{HandOver: 5 * time.Millisecond, PerToken: 83886 * time.Nanosecond},
+		Goals:    Goals{TTFT: 2 * time.Second, TPOT: 50 * time.Millisecond},
+	}
+}
+
+// Pooled is one rank with the capacity of all: what perfect balance and one common cache would allow.
+func (c Config) Pooled() Config {
+	n := c.Ranks + c.Prefill.Ranks
+	e := &c.Engine
+	e.Blocks, e.MaxSeqs, e.MaxBatchedTokens = n*e.Blocks, n*e.MaxSeqs, n*e.MaxBatchedTokens
+	e.Lockstep, e.Transfer = false, false
+	e.Law = pooled(e.Law, float64(n))
+	c.Ranks, c.Slots, c.BusyThreshold, c.Shared = 1, 0, nil, steptime.Shared{}
+	c.Prefill, c.Faults = Pool{}, nil
+	return c
+}
+
+// pooled is the cost model of n ranks that share the tokens of a step. Each reads all weights.
+func pooled(law steptime.Coefficients, n float64) steptime.Coefficients {
+	law.TokenMS, law.DecodeMS, law.ContextMS = law.TokenMS/n, law.DecodeMS/n, law.ContextMS/n
+	law.PairMS, law.PromptTokenMS = law.PairMS/n, law.PromptTokenMS/n
+	return law
+}
+
+// fits says whether a rank can compute a request. Engines refuse the others.
+func (c *Config) fits(r *Request) bool { return r.Prompt+r.Output <= c.Engine.MaxModelLen }
+
+func (c *Config) report(e *routing.Event) {
+	if c.Report != nil {
+		c.Report(e)
+	}
+}
+
+// clock is what a rank's own clock shows at now.
+func (c *Config) clock(rank int, now time.Duration) time.Duration {
+	at := clockOrigin + now
+	if rank < len(c.ClockSkew) {
+		at += c.ClockSkew[rank]
+	}
+	if rank < len(c.ClockJump) && now >= c.ClockJumpAt {
+		at += c.ClockJump[rank]
+	}
+	return at
+}
