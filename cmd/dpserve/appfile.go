@@ -57,7 +57,7 @@ func parseApps(e *env, base app.Application, name string, text []byte) (*appFile
 // addReading adds the flags of commands that read a file.
 func addReading(e *env, root *cobra.Command) {
 	for cmd := range allCommands(root) {
-		if !slices.Contains([]string{"up", "validate", "convert", "plan", "deploy"}, cmd.Name()) {
+		if !slices.Contains([]string{"up", "validate", "convert", "plan", "deploy", "simulate"}, cmd.Name()) {
 			continue
 		}
 		cmd.Flags().StringVar(&e.rayReplicas, "ray-num-replicas", "",
@@ -177,8 +177,8 @@ func readFor(e *env, engine string, read func() (*appFile, error)) (*appFile, er
 	return file, err
 }
 
-// useSimulatedEngine converts applications to the simulated engine and returns one line per change. It drops settings
-// that only devices or the real program need, and keeps sizes, coupling, routing and limits.
+// useSimulatedEngine converts applications to the simulated engine and returns one line per change. It drops
+// settings that only devices or the real program need, and keeps sizes, coupling, routing and limits.
 func useSimulatedEngine(apps []*app.Application) []string {
 	var said []string
 	for _, a := range apps {

@@ -29,7 +29,7 @@ func addCompletions(e *env, root *cobra.Command) {
 	byCommand := map[string]cobra.CompletionFunc{
 		"up": completeFiles, "validate": completeFiles, "convert": completeFiles,
 		"plan": completeFiles, "deploy": completeFiles,
-		"doctor": completeFiles,
+		"doctor": completeFiles, "simulate": completeFiles,
 		"status": complete(e, appNames), "delete": complete(e, appNames), "logs": complete(e, logTargets),
 		"events":        complete(e, appNames),
 		"route explain": complete(e, appNames), "router show": complete(e, appNames),

@@ -30,6 +30,7 @@ var pageRuns = map[string]func(*testing.T, []block){
 	"docs/operations.md":     runOperationsPage,
 	"docs/prefill-decode.md": runPairsPage,
 	"docs/router.md":         runRouterPage,
+	"docs/routing.md":        runRoutingPage,
 	"docs/tour.md":           runTourPage,
 }
 

@@ -68,7 +68,7 @@ func reference(t *testing.T) string {
 		"ranks remove", "nodes", "nodes remove", "nodes rotate-key",
 		"drain", "undrain", "restart", "leave", "recover",
 		"token", "token list", "token revoke",
-		"doctor", "bench", "version", "completion",
+		"doctor", "bench", "simulate", "version", "completion",
 	} {
 		cli := newCLI(t)
 		require.Equal(t, 0, cli.run(append([]string{"help"}, strings.Fields(name)...)))

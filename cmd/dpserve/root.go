@@ -37,9 +37,9 @@ per rank, hands out the ranks, routes each request to the rank where it does the
 what dies.
 
 --addr, else DPSERVE_ADDR, names a node of the cluster that a command asks (default ` + defaultAddr + `):
-HOST, HOST:PORT, :PORT or a URL; the port of HOST is 8265. up, start, join, recover, validate and convert
-ask none. A node keeps a token in admin.token of its data folder and wants it from whoever asks; the
-commands of the node's own user find it by themselves.
+HOST, HOST:PORT, :PORT or a URL; the port of HOST is 8265. up, start, join, recover, validate, convert
+and simulate ask none. A node keeps a token in admin.token of its data folder and wants it from whoever
+asks; the commands of the node's own user find it by themselves.
 
 With -o json an error is one line of JSON, the last one on stderr: {"apiVersion", "error": {"code",
 "message", "hint", "details", "faults", "exit_code"}}.

@@ -47,11 +47,12 @@ func newSimulate(e *env) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "simulate FILE --trace TRACE [flags]",
 		Short: "play a trace against an application's ranks on virtual time, and compare policies",
-		Long: `simulate plays the requests of a trace through the Router that live ingresses have, before simulated
+		Long: `simulate plays the requests of a trace through the Router of live ingresses, before simulated
 engines in the shape of FILE: its ranks or pools, coupling, limits, policy and parameters. An hour of traffic
 takes seconds. It prints goodput, times, cache hits and balance, each as the mean over the seeds and half of
 its 95 % confidence interval. Below them are two bounds: each request alone on an idle rank whose cache holds
-all prompts before it, and one rank with the capacity of all.
+all prompts before it, and one rank as fast as all, first come first served. Where load is above capacity a
+policy may be above the second, because it lets some requests wait for the others.
 
 TRACE has the format of Mooncake's traces, one JSON object per line with timestamp (ms), input_length,
 output_length and hash_ids (of blocks of 512 tokens), or of the Azure LLM inference traces. Other values
@@ -60,7 +61,7 @@ generate requests: ` + strings.Join(workloadNames(), ", ") + `.
 The engine is that of kind sim with FILE's arguments. Other kinds get the cost model that the policy
 expects, the arguments that the simulated engine knows, and room for 699,392 tokens. Seeds differ in
 the instants within what timestamps are rounded by, in generated requests, and in what a policy draws.`,
-		Example: `  dpserve simulate app.yaml --trace conversation_trace.jsonl --policy mex,lmetric-1,kv:tuned --rate x1.5,x2
+		Example: `  dpserve simulate app.yaml --trace trace.jsonl --policy mex,lmetric-1 --rate x1.5,x2
   dpserve simulate app.yaml --trace agents --rate 1.1 --ingresses 4 --lag 100ms
   dpserve simulate app.yaml --trace trace.jsonl --fail rank=3@60s+120s --slow rank=2:x5@30s`,
 		Args: requireArgs(1, "FILE"),
@@ -73,14 +74,14 @@ the instants within what timestamps are rounded by, in generated requests, and i
 		"NAME:PARAMETER=VALUE:…, with commas between (default that of FILE)")
 	flags.StringSliceVar(&f.decide, "decide", nil, "of prefill and decode ranks: `DECIDERS` to compare; "+
 		"together = every rank does both (default that of FILE)")
-	flags.StringSliceVar(&f.loads, "rate", []string{"x1"}, "`FACTORS` on the rate of TRACE, each has a table; "+
-		"generated: sessions or requests per second")
+	flags.StringSliceVar(&f.loads, "rate", []string{"x1"}, "`FACTORS` on the rate of TRACE, each has a "+
+		"table; generated: sessions or requests per second")
 	flags.IntVar(&f.seeds, "seeds", 5, "runs of each policy at each rate")
 	flags.IntVar(&f.requests, "requests", 0, "play so many requests, the first ones; 0 = all")
 	flags.IntVar(&f.ingresses, "ingresses", 1, "nodes that route")
 	flags.DurationVar(&f.lag, "lag", 0, "age of the ranks' records when an ingress hears of them")
-	flags.StringArrayVar(&f.fail, "fail", nil, "a rank that dies, as `rank=3@60s`, or rank=3@60s+30s if it is "+
-		"back 30 s later; prefill=N for a prefill rank")
+	flags.StringArrayVar(&f.fail, "fail", nil, "a rank that dies, as `rank=3@60s`, or "+
+		"rank=3@60s+30s if it is back 30 s later; prefill=N for a prefill rank")
 	flags.StringArrayVar(&f.slow, "slow", nil, "a rank that takes longer for every step, as `rank=2:x5`, "+
 		"rank=2:x5@60s or rank=2:x5@60s+30s")
 	flags.DurationVar(&f.ttft, "slo-ttft", 0,
@@ -109,7 +110,8 @@ func (f *simulateFlags) check() error {
 	switch {
 	case f.trace == "":
 		return problem.New(problem.InvalidArgument, "simulate wants --trace").WithHint(
-			"--trace FILE plays a trace, and --trace NAME generates one: %s", strings.Join(workloadNames(), ", "))
+			"--trace FILE plays a trace, and --trace NAME generates one: %s",
+			strings.Join(workloadNames(), ", "))
 	case f.lag < 0 || f.lag > mostLag:
 		return usageError("simulate", "--lag %s: wanted 0s to %s", f.lag, mostLag)
 	case f.ttft < 0 || f.tpot < 0:
@@ -179,9 +181,9 @@ func (f *simulateFlags) open(e *env) (work func(load float64, seed uint64) []sim
 		return nil, problem.New(problem.InvalidArgument, "%s: %w", f.trace, err).WithHint("%s", format)
 	}
 	if late.Count > 0 {
-		printMessage(e.io.Err, "warning: %s: line %d is earlier than the line before it, as %s in all: "+
+		printMessage(e.io.Err, "warning: %s: line %d is earlier than the line before it (%s): "+
 			"the requests are played in the order of their times", f.trace, late.Line,
-			formatCount(late.Count, "line"))
+			formatCount(late.Count, "such line"))
 	}
 	return func(load float64, seed uint64) []simulate.Request {
 		return simulate.Play(trace, load, seed)
@@ -269,42 +271,46 @@ func (p *simulationProgress) line(study *simulate.Study) string {
 
 // simulationListing is a table per load: a row per policy, then the bounds.
 func simulationListing(r *simulate.Report) *listing {
-	l := &listing{document: r, names: nil}
-	l.table = func(bool) (out []*table) {
+	return &listing{document: r, table: func(bool) (out []*table) {
 		for i := range r.Loads {
 			out = append(out, simulationTable(r, &r.Loads[i]))
 		}
 		return out
-	}
-	for i := range r.Loads {
-		load := &r.Loads[i]
-		l.notes = append(l.notes, fmt.Sprintf("load %g: %s of %s, %s, records %s old, %s", load.Load,
-			formatCount(load.Requests, "request"), r.Trace, formatCount(r.Ingresses, "ingress"),
-			time.Duration(r.LagMs*float64(time.Millisecond)), formatCount(r.Seeds, "seed")))
-	}
-	return l
+	}}
 }
 
 func simulationTable(r *simulate.Report, load *simulate.Load) *table {
-	t := &table{head: []string{"POLICY"}}
 	rows := append(load.Settings[:len(load.Settings):len(load.Settings)], load.Alone, load.Pooled)
+	lines := make([][]string, len(rows))
+	t := &table{head: []string{"POLICY"}}
+	for i := range rows {
+		lines[i] = []string{rows[i].Name}
+	}
 	for _, m := range simulate.Measures() {
+		isShown := false
 		for i := range rows {
-			if _, ok := rows[i].Figures[m.Key]; ok {
-				t.head = append(t.head, m.Title)
-				break
+			_, has := rows[i].Figures[m.Key]
+			isShown = isShown || has
+		}
+		if !isShown {
+			continue
+		}
+		t.head = append(t.head, m.Title)
+		for i := range rows {
+			text := ""
+			if figure, has := rows[i].Figures[m.Key]; has {
+				text = figure.Text(m.Format)
 			}
+			lines[i] = append(lines[i], text)
 		}
 	}
-	for i := range rows {
-		line := []string{rows[i].Name}
-		for _, m := range simulate.Measures() {
-			figure, ok := rows[i].Figures[m.Key]
-			if ok {
-				line = append(line, figure.Text(m.Format))
-			}
-		}
+	for _, line := range lines {
 		t.add(cells(line...)...)
 	}
+	duration := func(ms float64) time.Duration { return time.Duration(ms * float64(time.Millisecond)) }
+	t.notes = []string{fmt.Sprintf("%s at rate %g: %s, %d of them longer than a rank holds; "+
+		"goals %s and %s; ingresses %d, records %s old; %s", r.Trace, load.Load,
+		formatCount(load.Requests, "request"), load.Refused, duration(r.TTFTMs), duration(r.TPOTMs),
+		r.Ingresses, duration(r.LagMs), formatCount(r.Seeds, "seed"))}
 	return t
 }

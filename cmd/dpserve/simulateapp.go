@@ -98,8 +98,9 @@ func checkGroup(s *simulate.Setting, a *app.Application) error {
 	case a.NumGroups > 1:
 		return problem.New(problem.InvalidArgument, "simulate plays one lockstep group, %s has %d", a.Name,
 			a.NumGroups).WithHint("write num_groups: 1, and --rate x%.2g", 1/float64(a.NumGroups))
-	case routing.GroupFitOf(a.Routing.Policy) == routing.WrongForGroups:
-		return nil
+	case routing.GroupFitOf(policy.Name()) == routing.WrongForGroups:
+		return problem.New(problem.InvalidArgument, "policy %s is not for lockstep groups", policy.Name()).
+			WithHint("cohorts is their default")
 	}
 	if cohorts, ok := policy.(routing.Cohorts); ok {
 		rule := cohorts.GroupRule()
@@ -208,7 +209,8 @@ func poolOf(a *app.Application, transfer *simulate.Transfer) (simulate.Pool, err
 	}
 	cfg, _, err := sim.ParseFlags(argv)
 	if err != nil {
-		return simulate.Pool{}, problem.New(problem.InvalidArgument, "%s: %w", a.PoolName(), err)
+		return simulate.Pool{}, problem.New(problem.InvalidArgument, "%s: %w", a.PoolName(), err).
+			WithHint("`dpserve validate` names the line")
 	}
 	p := simulate.Pool{
 		Ranks: a.NumReplicas, Engine: cfg.Model, Shared: cfg.Shared, Slots: engine.MaxOngoing(a),
@@ -284,7 +286,7 @@ func parseFault(text string, isSlow bool, c *simulate.Config) (f simulate.Fault,
 
 func parseSpan(text string) (time.Duration, error) {
 	d, err := time.ParseDuration(text)
-	if const_ := 365 * 24 * time.Hour; err != nil || d < 0 || d > const_ {
+	if most := 365 * 24 * time.Hour; err != nil || d < 0 || d > most {
 		return 0, fmt.Errorf("%q is no time such as 90s", text)
 	}
 	return d, nil
@@ -297,8 +299,8 @@ func parseLoads(texts []string) ([]float64, error) {
 	for _, text := range texts {
 		v, err := strconv.ParseFloat(strings.TrimPrefix(text, "x"), 64)
 		if err != nil || !(v >= least && v <= most) {
-			return nil, usageError("simulate", "--rate %s: wanted factors such as x2, from %g to %g", text, least,
-				most)
+			return nil, usageError("simulate", "--rate %s: wanted factors such as x2, from %g to %g", text,
+				least, most)
 		}
 		out = append(out, v)
 	}

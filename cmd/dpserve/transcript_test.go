@@ -284,6 +284,24 @@ func runRouterPage(t *testing.T, blocks []block) {
 	})
 }
 
+// runRoutingPage runs the lines of docs/routing.md, which need no node.
+func runRoutingPage(t *testing.T, blocks []block) {
+	t.Helper()
+	for _, b := range blocks {
+		for _, c := range b.commands() {
+			args := strings.Fields(c.text)[1:]
+			for i, arg := range args {
+				if strings.HasPrefix(arg, "examples/") {
+					args[i] = filepath.Join(repository, arg)
+				}
+			}
+			cli := newCLI(t)
+			require.Equal(t, 0, cli.run(args), cli.stderr())
+			assert.Contains(t, cli.stdout(), "\nlmetric-1 ")
+		}
+	}
+}
+
 // runAPIPage runs the lines of docs/api.md.
 func runAPIPage(t *testing.T, blocks []block) {
 	t.Helper()

@@ -124,7 +124,7 @@ func level(folder string) string {
 		return "P"
 	case "test/inprocess":
 		return "N"
-	case "test/tracesim":
+	case "internal/simulate":
 		return "S"
 	default:
 		return "U"

@@ -59,6 +59,10 @@ func areas() []area {
 		// the life of one request
 		{name: "internal/dispatch", layer: 0, deny: io(), also: []string{"routing"}},
 		{name: "internal/enginemodel", layer: 0, deny: io(), also: []string{"internal/steptime"}},
+		{
+			name: "internal/simulate", layer: 0, deny: io(),
+			also: []string{"internal/steptime", "routing", "internal/enginemodel"},
+		},
 		// the pages of metrics that engines write
 		{name: "internal/promtext", layer: 0, deny: io()},
 		// the checks; what they look at is collected by its folder host

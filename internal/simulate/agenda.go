@@ -24,7 +24,11 @@ func (a entries) Less(i, k int) bool {
 	return a[i].at < a[k].at || a[i].at == a[k].at && a[i].seq < a[k].seq
 }
 func (a entries) Swap(i, k int) { a[i], a[k] = a[k], a[i] }
-func (a *entries) Push(e any)   { *a = append(*a, e.(entry)) }
+func (a *entries) Push(x any) {
+	e, _ := x.(entry)
+	*a = append(*a, e)
+}
+
 func (a *entries) Pop() any {
 	last := (*a)[len(*a)-1]
 	*a = (*a)[:len(*a)-1]
@@ -45,4 +49,7 @@ func (a *agenda) next() time.Duration {
 }
 
 // do does the next entry.
-func (a *agenda) do() { heap.Pop(&a.entries).(entry).do() }
+func (a *agenda) do() {
+	e, _ := heap.Pop(&a.entries).(entry)
+	e.do()
+}

@@ -1,8 +1,8 @@
 // Package simulate plays a trace of requests against simulated engines behind the real Router, on virtual
 // time: what a routing policy is worth on a day of traffic, in seconds and without noise. The engines are
-// enginemodel's, by the cost model of steptime; the Routers, and with prefill ranks their PairRouter, hear what
-// an ingress would tell them. The same workload and seed give the same result. It is pure: the command reads
-// the files and runs a Study's runs beside each other.
+// enginemodel's, by the cost model of steptime; the Routers, and with prefill ranks their PairRouter, hear
+// what an ingress would tell them. The same workload and seed give the same result. It is pure: the command
+// reads the files and plays a Study's runs beside each other.
 //
 // It leaves out what lies between: the network, the time of a decision, engines that answer with errors, and
 // the first contact of a pair. A prompt's KV has the link for itself.
@@ -101,23 +101,16 @@ func Default() Config {
 	}
 }
 
-// Pooled is one rank with the capacity of all: what perfect balance and one common cache would allow.
+// Pooled is one rank as fast as all together, with their memory: first come first served, from one cache.
 func (c Config) Pooled() Config {
 	n := c.Ranks + c.Prefill.Ranks
 	e := &c.Engine
-	e.Blocks, e.MaxSeqs, e.MaxBatchedTokens = n*e.Blocks, n*e.MaxSeqs, n*e.MaxBatchedTokens
+	e.Blocks, e.MaxSeqs = n*e.Blocks, n*e.MaxSeqs
+	e.Speed, e.FixedStep = float64(n)*e.Speed, e.FixedStep/time.Duration(n)
 	e.Lockstep, e.Transfer = false, false
-	e.Law = pooled(e.Law, float64(n))
-	c.Ranks, c.Slots, c.BusyThreshold, c.Shared = 1, 0, nil, steptime.Shared{}
+	c.Pool = Pool{Ranks: 1, Engine: *e}
 	c.Prefill, c.Faults = Pool{}, nil
 	return c
-}
-
-// pooled is the cost model of n ranks that share the tokens of a step. Each reads all weights.
-func pooled(law steptime.Coefficients, n float64) steptime.Coefficients {
-	law.TokenMS, law.DecodeMS, law.ContextMS = law.TokenMS/n, law.DecodeMS/n, law.ContextMS/n
-	law.PairMS, law.PromptTokenMS = law.PairMS/n, law.PromptTokenMS/n
-	return law
 }
 
 // fits says whether a rank can compute a request. Engines refuse the others.

@@ -84,9 +84,7 @@ func (s *sim) dispatch(c *call) bool {
 		return false
 	case routing.Route:
 		id := s.d.Ranked[0]
-		if c.own = s.reserve(s.pool, c, id, s.q.HitOn(id)); c.own != nil {
-			s.send(c.own)
-		}
+		s.sendAlone(c, id, s.q.HitOn(id))
 	default:
 		s.open-- // rejected
 	}
@@ -107,25 +105,31 @@ func (s *sim) dispatchPair(c *call) bool {
 		s.open--
 		return true
 	case !d.Remote:
-		if c.own = s.reserve(s.pool, c, d.Decode, s.q.HitOn(d.Decode)); c.own != nil {
-			s.send(c.own)
-		}
+		s.sendAlone(c, d.Decode, s.q.HitOn(d.Decode))
 		return true
 	}
-	prefill, decode := d.Prefill, d.Decode
-	if c.own = s.reserve(s.pool, c, decode, c.Prompt+c.done); c.own == nil {
+	prefill, hit := d.Prefill, s.p.HitOn(d.Prefill)
+	own := s.reserve(s.pool, c, d.Decode, c.Prompt+c.done)
+	if own == nil {
 		undo(s.prefill.routers[c.ingress], prefill, c.key)
 		return true
 	}
-	own := c.own
-	if pre := s.reserve(s.prefill, c, prefill, s.p.HitOn(prefill)); pre != nil {
-		own.sent.Remote = true
-		c.pre = pre
+	c.own = own
+	if pre := s.reserve(s.prefill, c, prefill, hit); pre != nil {
+		own.sent.Remote, c.pre = true, pre
 		pre.sent.Output, pre.sent.Lease = 1, strconv.FormatUint(c.key, 10)+"."+strconv.Itoa(c.lost)
 		router.Update(func(t *routing.PairTable) { t.Lease(pre.on.ref(), pre.sent.Prompt) })
 		s.send(pre)
 	}
 	return true
+}
+
+// sendAlone sends a request to a rank that computes its prompt and makes its answer.
+func (s *sim) sendAlone(c *call, id routing.RankID, hit int) {
+	if l := s.reserve(s.pool, c, id, hit); l != nil {
+		c.own = l
+		s.send(l)
+	}
 }
 
 func undo(r *routing.Router, id routing.RankID, key uint64) {
@@ -146,7 +150,7 @@ func (s *sim) reserve(p *pool, c *call, id routing.RankID, hit int) *leg {
 		s.again(c, rk)
 		return nil
 	}
-	l := &leg{call: c, on: rk, hit: hit}
+	l := &leg{call: c, on: rk, hit: hit, place: -1}
 	if p == s.prefill {
 		c.prefill = id.Rank()
 	} else {
@@ -179,18 +183,18 @@ func (s *sim) send(l *leg) {
 }
 
 // load brings the KV that an engine asks for.
-func (s *sim) load(r *enginemodel.Request) {
-	l := r.User.(*leg)
+func (s *sim) load(l *leg) {
+	blocks := l.sent.LoadBlocks()
 	in := enginemodel.Input{
-		Kind: enginemodel.InputLoaded, Req: r, KV: make([]enginemodel.BlockKV, r.LoadBlocks()),
+		Kind: enginemodel.InputLoaded, Req: &l.sent, KV: make([]enginemodel.BlockKV, blocks),
 	}
 	if s.group != nil { // the prompts of a decode pool come computed
 		s.group.loads = append(s.group.loads, in)
 		return
 	}
-	took := time.Duration(r.LoadBlocks()*BlockSize) * s.cfg.PerToken
+	took := time.Duration(blocks*BlockSize) * s.cfg.PerToken
 	s.agenda.at(s.now+took, func() {
-		if l.call.own == l {
+		if l.own == l {
 			s.step(l.on, in)
 		}
 	})

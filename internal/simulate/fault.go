@@ -64,8 +64,8 @@ func (s *sim) again(c *call, dead *rank) {
 		if l == nil || l.on.isDead || l.sent.Finish() != enginemodel.FinishNone {
 			continue
 		}
-		s.leave(l)
 		s.step(l.on, enginemodel.Input{Kind: enginemodel.InputAbort, Req: &l.sent})
+		s.leave(l)
 	}
 	if pre != nil {
 		s.pairs[c.ingress].Update(func(t *routing.PairTable) { t.Release(pre.on.ref(), pre.sent.Prompt) })

@@ -3,6 +3,7 @@ package simulate
 import (
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/enginemodel"
@@ -164,7 +165,10 @@ func (g *group) arrive(c *call) {
 		return
 	}
 	g.soon(g.cfg.Handover, func() {
-		g.line.Add(routing.GroupWaiting{ID: c.key, Tokens: c.Prompt, Since: c.At}, g.now)
+		g.ask(&g.q, g.pool, c)
+		g.line.Add(routing.GroupWaiting{
+			ID: c.key, Tokens: c.Prompt, Hits: slices.Clone(g.q.Hits), Since: c.At,
+		}, g.now)
 		g.room = true
 	})
 }
@@ -282,8 +286,8 @@ func (g *group) token(r *enginemodel.Request) {
 	if r.Produced() > 1 || g.line == nil {
 		return
 	}
-	key := r.User.(*leg).key
-	g.soon(g.cfg.Notice, func() { g.line.FirstToken(key, g.now); g.room = true })
+	l, _ := r.User.(*leg)
+	g.soon(g.cfg.Notice, func() { g.line.FirstToken(l.key, g.now); g.room = true })
 }
 
 // hear tells the queue what the ranks' records say.

@@ -157,14 +157,18 @@ func Mean(values []time.Duration) time.Duration {
 	return sum / time.Duration(max(len(values), 1))
 }
 
-// Bound is what a workload allows under any routing: each request alone on an idle rank, whose cache holds all
-// prompts before it. The workload is in the order of time.
+// Bound is what a workload allows under any routing: each request alone on an idle rank, whose cache holds
+// all prompts before it. The workload is in the order of time.
 func (c Config) Bound(work []Request) *Result {
 	seen := make(map[uint64]struct{})
 	good, prompt, cached := 0, 0, 0
 	out := &Result{Offered: len(work)}
 	for i := range work {
 		r := &work[i]
+		if !c.fits(r) {
+			out.Refused++
+			continue
+		}
 		hit := 0
 		for hit < min(len(r.Blocks), (r.Prompt-1)/BlockSize) {
 			if _, ok := seen[r.Blocks[hit]]; !ok {
@@ -177,10 +181,6 @@ func (c Config) Bound(work []Request) *Result {
 		}
 		hit *= BlockSize
 		prompt, cached = prompt+r.Prompt, cached+hit
-		if !c.fits(r) {
-			out.Refused++
-			continue
-		}
 		ttft, tpot := c.alone(r, hit)
 		out.TTFT = append(out.TTFT, ttft)
 		if r.Output > 1 {

@@ -82,7 +82,7 @@ type leg struct {
 	*call
 	on    *rank
 	sent  enginemodel.Request
-	place int // in the rank's decoding
+	place int // in the rank's decoding, once it has a token; else -1
 	hit   int // tokens that the rank held at the pick
 }
 
@@ -296,10 +296,16 @@ func (s *sim) step(rk *rank, in ...enginemodel.Input) {
 	}
 	for i := range effects {
 		e := &effects[i]
+		var l *leg
+		if e.Req != nil {
+			l, _ = e.Req.User.(*leg)
+			if l != l.own && l != l.pre { // another rank has its request
+				continue
+			}
+		}
 		switch e.Kind {
 		case enginemodel.EffectToken:
 			if e.Req.Produced() == 1 {
-				l := e.Req.User.(*leg)
 				l.place = len(rk.decoding)
 				rk.decoding = append(rk.decoding, l)
 				rk.seq++
@@ -310,12 +316,12 @@ func (s *sim) step(rk *rank, in ...enginemodel.Input) {
 				s.group.token(e.Req)
 			}
 		case enginemodel.EffectFinished:
-			if l := e.Req.User.(*leg); !rk.isDead {
+			if !rk.isDead {
 				s.leave(l)
 				s.end(l)
 			}
 		case enginemodel.EffectLoad:
-			s.load(e.Req)
+			s.load(l)
 		case enginemodel.EffectWave, enginemodel.EffectReport:
 			s.group.take(rk, e)
 		default:
@@ -326,7 +332,7 @@ func (s *sim) step(rk *rank, in ...enginemodel.Input) {
 // leave records that a leg has left its rank.
 func (s *sim) leave(l *leg) {
 	rk := l.on
-	if l.sent.Produced() > 0 {
+	if l.place >= 0 {
 		last := len(rk.decoding) - 1
 		rk.decoding[l.place] = rk.decoding[last]
 		rk.decoding[l.place].place = l.place

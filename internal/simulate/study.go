@@ -119,7 +119,9 @@ func Measures() []Measure {
 	}
 	return []Measure{
 		{"goodput_percent", "GOODPUT %", "%.1f", false, func(r *Result) float64 { return 100 * r.Goodput }},
-		{"ttft_mean_s", "TTFT s MEAN", "%.2f", false, func(r *Result) float64 { return Mean(r.TTFT).Seconds() }},
+		{"ttft_mean_s", "TTFT s MEAN", "%.2f", false, func(r *Result) float64 {
+			return Mean(r.TTFT).Seconds()
+		}},
 		{"ttft_p50_s", "P50", "%.2f", false, seconds(.5)},
 		{"ttft_p99_s", "P99", "%.2f", false, seconds(.99)},
 		{"tpot_p50_ms", "TPOT ms P50", "%.1f", false, tpot(.5)},
@@ -173,7 +175,8 @@ type Load struct {
 	Refused  int     `json:"refused"` // longer than a rank holds
 	Settings []Row   `json:"settings"`
 	// Alone is what each request gets by itself on an idle rank, whose cache holds all prompts before it.
-	// Pooled is one rank with the capacity of all.
+	// Pooled is one rank as fast as all together, first come first served. Above its capacity a policy may
+	// answer more in time, because it lets some requests wait for the others.
 	Alone  Row `json:"alone"`
 	Pooled Row `json:"pooled"`
 }
@@ -195,8 +198,11 @@ func (s *Study) Report() *Report {
 	for _, load := range s.Loads {
 		l := Load{Load: load, Requests: runs[0].offered, Refused: runs[0].refused}
 		l.Alone = newRow("alone, idle rank", runs[:s.Seeds], func(r *studyRun) []float64 { return r.alone })
+		delete(l.Alone.Figures, "max_mean_requests")
+		delete(l.Alone.Figures, "max_mean_work")
 		for i := range s.settings {
-			row := newRow(s.settings[i].Name, runs[:s.Seeds], func(r *studyRun) []float64 { return r.figures })
+			played := func(r *studyRun) []float64 { return r.figures }
+			row := newRow(s.settings[i].Name, runs[:s.Seeds], played)
 			if runs = runs[s.Seeds:]; i < len(s.settings)-1 {
 				l.Settings = append(l.Settings, row)
 			} else {

@@ -49,16 +49,24 @@ func Workloads() []Workload {
 		}
 	}
 	return []Workload{
-		{"agents", "1,500 sessions, whose every turn begins with all turns before it; sessions per second",
-			func(load float64, seed uint64) []Request { return Agents(agentSessions, load, seed) }},
-		{"chats", "6,000 requests as long as those of conversations; requests per second",
-			func(load float64, seed uint64) []Request { return Chats(chatRequests, load, seed) }},
-		{"uniform", "5 minutes of prompts of 2,048 tokens that share nothing; requests per second",
+		{
+			"agents", "1,500 sessions, whose every turn begins with all turns before it; sessions per second",
+			func(load float64, seed uint64) []Request { return Agents(agentSessions, load, seed) },
+		},
+		{
+			"chats", "6,000 requests as long as those of conversations; requests per second",
+			func(load float64, seed uint64) []Request { return Chats(chatRequests, load, seed) },
+		},
+		{
+			"uniform", "5 minutes of prompts of 2,048 tokens that share nothing; requests per second",
 			func(load float64, seed uint64) []Request {
 				return Uniform(max(1, int(load*uniformSeconds)), prompt, output, load, seed)
-			}},
-		{"bursts", "10 bursts of 512 requests behind 2,048 shared tokens; a factor on their size",
-			burstsBehind(shared)},
+			},
+		},
+		{
+			"bursts", "10 bursts of 512 requests behind 2,048 shared tokens; a factor on their size",
+			burstsBehind(shared),
+		},
 		{"bursts-cold", "the same with nothing shared; a factor on their size", burstsBehind(0)},
 	}
 }

@@ -24,16 +24,4 @@
 //
 //	go run ./test/bench -role pd -rounds 1 -traffic documents -policies apart
 //	go run ./test/bench -role pd-cpu
-//
-// Role trace plays a trace through the real Router against simulated engines on virtual time: what a policy
-// is worth on it, the same on every machine. A file is of Mooncake's format, or one of the Azure LLM
-// inference traces; without -trace the role lists the workloads that it generates. Flags with several values
-// give a table for each combination.
-//
-//	go run ./test/bench -role trace
-//	go run ./test/bench -role trace -trace conversation_trace.jsonl -load 1.5,2 \
-//		-policies lmetric-1,kv-tuned -paired lmetric-1
-//	go run ./test/bench -role trace -trace AzureLLMInferenceTrace_conv.csv -load 4 -goals 1s,40ms
-//	go run ./test/bench -role trace -trace agents -load 1.1 -rounds 5 -ingresses 1,4,16 -lag 0s,100ms,500ms
-//	go run ./test/bench -role trace -trace uniform -load 30 -lag 100ms -slow 5
 package main

@@ -18,47 +18,36 @@ import (
 
 func main() {
 	runtime.LockOSThread() // children die with this thread
-	role := flag.String("role", "bench", "bench | policies | policy-cpu | pd | pd-cpu | trace | engine | "+
+	role := flag.String("role", "bench", "bench | policies | policy-cpu | pd | pd-cpu | engine | "+
 		"proxy (the last two are children of the others)")
 	listen := flag.String("listen", "", "address of a child")
 	engines := flag.String("engines", "", "engines of a proxy child")
 	bin := flag.String("dpserve", "bin/dpserve",
 		"the binary to measure, or several with commas between: they stand side by side")
-	rounds := flag.Int("rounds", 3, "interleaved rounds per shape; trace: seeds")
+	rounds := flag.Int("rounds", 3, "interleaved rounds per shape")
 	slice := flag.Duration("slice", 1500*time.Millisecond, "length of one slice")
 	only := flag.String("only", "", "run only the shapes whose name contains this")
 	var p policyFlags
 	flag.StringVar(&p.policies, "policies", "",
-		"policies, policy-cpu, pd and trace: rows to run, with commas between; empty = all")
+		"policies, policy-cpu and pd: rows to run, with commas between; empty = all")
 	flag.StringVar(&p.traffic, "traffic", "",
 		"policies and pd: traffics to run, with commas between; empty = all")
 	flag.DurationVar(&p.duration, "duration", 30*time.Second, "policies and pd: length of the measurement")
-	var t traceFlags
-	t.register(flag.CommandLine)
+	flag.Float64Var(&p.load, "load", 1, "policies and pd: factor on every rate")
 	flag.Parse()
-	p.load = t.loads.values[0]
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
 	var err error
 	switch *role {
-	case "trace":
-		if err = t.takeFile(flag.Args()); err == nil {
-			err = t.run(ctx, os.Stdout, os.Stderr, p.policies, *rounds)
-		}
 	case "engine":
 		runtime.GOMAXPROCS(1)
 		err = runEngine(ctx, *listen)
 	case "proxy":
 		err = runReverseProxy(*listen, strings.Split(*engines, ","))
-	case "policies", "pd":
-		switch {
-		case len(t.loads.values) > 1:
-			err = fmt.Errorf("%w: role %s takes one -load", errUsage, *role)
-		case *role == "pd":
-			err = p.comparePools(ctx, *bin, *rounds)
-		default:
-			err = p.compare(ctx, *bin, *rounds)
-		}
+	case "policies":
+		err = p.compare(ctx, *bin, *rounds)
+	case "pd":
+		err = p.comparePools(ctx, *bin, *rounds)
 	case "pd-cpu":
 		err = pdCost(ctx, *bin, *rounds, *slice, *only)
 	case "policy-cpu":

@@ -77,12 +77,3 @@ func TestFreshPromptsDiffer(t *testing.T) {
 	}
 	assert.Contains(t, string(c.req), fmt.Sprintf(`"content":"%s`, c.tag))
 }
-
-// TestSettingsMakePolicies: the role trace makes each row's policy without a file.
-func TestSettingsMakePolicies(t *testing.T) {
-	for _, r := range settings() {
-		p, err := r.newPolicy()
-		require.NoError(t, err, r.name)
-		assert.Equal(t, r.policy, p.Name())
-	}
-}
