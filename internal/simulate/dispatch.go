@@ -108,7 +108,7 @@ func (s *sim) dispatchPair(c *call) bool {
 		s.sendAlone(c, d.Decode, s.q.HitOn(d.Decode))
 		return true
 	}
-	prefill, hit := d.Prefill, s.p.HitOn(d.Prefill)
+	prefill, hit, moves := d.Prefill, s.p.HitOn(d.Prefill), s.q.Tokens-s.q.HitOn(d.Decode)
 	own := s.reserve(s.pool, c, d.Decode, c.Prompt+c.done)
 	if own == nil {
 		undo(s.prefill.routers[c.ingress], prefill, c.key)
@@ -116,7 +116,7 @@ func (s *sim) dispatchPair(c *call) bool {
 	}
 	c.own = own
 	if pre := s.reserve(s.prefill, c, prefill, hit); pre != nil {
-		own.sent.Remote, c.pre = true, pre
+		own.sent.Remote, own.moves, c.pre = true, moves, pre
 		pre.sent.Output, pre.sent.Lease = 1, strconv.FormatUint(c.key, 10)+"."+strconv.Itoa(c.lost)
 		router.Update(func(t *routing.PairTable) { t.Lease(pre.on.ref(), pre.sent.Prompt) })
 		s.send(pre)
@@ -208,6 +208,7 @@ func (s *sim) isRead(l *leg) {
 	}
 	pre := c.pre
 	c.pre = nil
+	s.pairs[c.ingress].Transferred(pre.on.ref(), l.on.ref(), l.moves, s.now-pre.sent.Times().Last)
 	s.pairs[c.ingress].Update(func(t *routing.PairTable) { t.Release(pre.on.ref(), pre.sent.Prompt) })
 	if !pre.on.isDead {
 		s.step(pre.on, enginemodel.Input{Kind: enginemodel.InputLeaseRead, Name: pre.sent.Lease})

@@ -83,7 +83,8 @@ type leg struct {
 	on    *rank
 	sent  enginemodel.Request
 	place int // in the rank's decoding, once it has a token; else -1
-	hit   int // tokens that the rank held at the pick
+	hit   int // tokens that the rank need not compute
+	moves int // tokens that come from a prefill rank
 }
 
 type record struct {
@@ -184,6 +185,7 @@ func (s *sim) up(rk *rank) *routing.Event {
 		Kind: routing.EvRankUp, Rank: rk.id, Epoch: rk.started, Incarnation: rk.started,
 		MaxOngoing: rk.pool.Slots,
 		Capacity:   int64(rk.pool.Engine.Blocks) * BlockSize, BlockSize: BlockSize,
+		Machine: rk.id.String(), // each has its own
 	}
 	if rk.pool.Slots == 0 {
 		e.MaxOngoing = unlimited
