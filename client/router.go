@@ -211,6 +211,7 @@ type Replay struct {
 	Policy    string         `json:"policy"`  // of an application with two pools: its decider
 	Pick      string         `json:"pick"`
 	Reason    string         `json:"reason"`
+	Tokens    int            `json:"tokens"`         // of the prompt
 	HitTokens int            `json:"hit_tokens"`     // on the picked rank
 	Hits      map[string]int `json:"hits,omitempty"` // tokens per rank that held something
 	Tried     []string       `json:"tried,omitempty"`

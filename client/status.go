@@ -43,6 +43,8 @@ type AppStatus struct {
 	Pools []PoolStatus `json:"pools,omitempty"`
 	// requests that the queue of one ingress holds; more are refused
 	MaxQueued int `json:"max_queued,omitempty"`
+	// nil: no ingress has it yet. Of an application with two pools: of the decode pool, which answers
+	Traffic *Traffic `json:"traffic,omitempty"`
 }
 
 // Halt is why the roll-out of a revision ended early.
@@ -193,6 +195,8 @@ type RankStatus struct {
 	TokensPerS  float64 `json:"tokens_per_s"`       // over the last 10 s
 	TTFTp50Ms   float64 `json:"ttft_p50_ms"`        // over the last 512 requests
 	TTFTp95Ms   float64 `json:"ttft_p95_ms"`        //
+	ITLp50Ms    float64 `json:"itl_p50_ms"`         // mean time between the tokens of a request, over the
+	ITLp95Ms    float64 `json:"itl_p95_ms"`         // last 512 requests
 	Progress    string  `json:"progress,omitempty"` // while starting: what it waits for
 	// its last answers failed, and no probe has come back yet
 	Ejected bool `json:"ejected,omitempty"`

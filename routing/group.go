@@ -64,10 +64,10 @@ type GroupRule struct {
 // the time between tokens. Goals of 0 are 2 s and 50 ms.
 func NewGroupRule(ttft, tpot time.Duration) GroupRule {
 	if ttft <= 0 {
-		ttft = 2 * time.Second
+		ttft = DefaultGoals().TTFT
 	}
 	if tpot <= 0 {
-		tpot = 50 * time.Millisecond
+		tpot = DefaultGoals().TPOT
 	}
 	model, _ := steptime.DeepSeek(0)
 	return GroupRule{Model: model, Hold: ttft / holdShare, Pace: tpot}

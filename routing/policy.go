@@ -1,6 +1,9 @@
 package routing
 
-import "math/rand/v2"
+import (
+	"math/rand/v2"
+	"time"
+)
 
 // State is a policy's own memory. Only Observe changes it.
 type State any
@@ -46,6 +49,23 @@ func NeedsOf(p Policy) Needs {
 		return n.needs()
 	}
 	return Needs{}
+}
+
+// Goals are what a request must meet to count as good.
+type Goals struct {
+	TTFT time.Duration // to its first token
+	TPOT time.Duration // mean time per token after that
+}
+
+// DefaultGoals are the goals under a policy that has no parameters for them.
+func DefaultGoals() Goals { return Goals{TTFT: 2 * time.Second, TPOT: 50 * time.Millisecond} }
+
+// GoalsOf returns the goals that a policy has.
+func GoalsOf(p Policy) Goals {
+	if g, ok := p.(interface{ goals() Goals }); ok {
+		return g.goals()
+	}
+	return DefaultGoals()
 }
 
 // The closed list of Decision.Reason. Route reasons say why that rank, Queue and Reject reasons why none.

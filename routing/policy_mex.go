@@ -74,6 +74,11 @@ func (Mex) Name() string { return nameMex }
 
 func (Mex) needs() Needs { return Needs{Hits: true} }
 
+func (p Mex) goals() Goals {
+	const ms = float64(time.Millisecond)
+	return Goals{TTFT: time.Duration(p.TTFT * ms), TPOT: time.Duration(p.TPOT * ms)}
+}
+
 func (p Mex) model() steptime.Coefficients {
 	if p.MoE {
 		return steptime.MoE()

@@ -139,5 +139,7 @@ func newCohorts(p *params) Policy {
 
 func (Cohorts) Name() string { return nameCohorts }
 
+func (p Cohorts) goals() Goals { return Goals{TTFT: p.TTFT, TPOT: p.TPOT} }
+
 // GroupRule is the rule for the groups of an application.
 func (p Cohorts) GroupRule() GroupRule { return NewGroupRule(p.TTFT, p.TPOT) }

@@ -38,6 +38,14 @@ func (t *ticket) clampFirstToken(reported, now time.Time) time.Time {
 	}
 }
 
+// timePerToken is the mean time between the tokens of a request that has ended well; 0 = there was one at most.
+func (t *ticket) timePerToken(m *msg.Done, now time.Time) time.Duration {
+	if m.Outcome != msg.OK || m.FirstToken <= 0 || m.CompletionTokens < 2 {
+		return 0
+	}
+	return (now.Sub(t.admittedAt) - m.FirstToken) / time.Duration(m.CompletionTokens-1)
+}
+
 // uncachedTokens is the number of tokens that its prefill computes.
 func (t *ticket) uncachedTokens() int { return max(t.req.Tokens-t.req.Hit, 0) }
 

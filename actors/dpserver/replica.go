@@ -477,7 +477,7 @@ func (r *replica) endTicket(m *msg.Done) {
 	}
 	now := time.Now()
 	if m.Outcome != msg.Refused {
-		r.stats.addEnded(now, max(0, m.CompletionTokens-t.req.Out), m.FirstToken)
+		r.stats.addEnded(now, max(0, m.CompletionTokens-t.req.Out), m.FirstToken, t.timePerToken(m, now))
 		if m.HasCached {
 			r.stats.addCached(m.PromptTokens, m.CachedTokens)
 		}

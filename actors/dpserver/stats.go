@@ -12,7 +12,7 @@ import (
 // Windows of Status.
 const (
 	rateWindow = 10  // seconds of tokens per second
-	ttftWindow = 512 // requests of time to first token
+	timeWindow = 512 // requests of time to first token, and of time per token
 	hitWindow  = 512 // requests of the hit rate
 )
 
@@ -29,13 +29,29 @@ type stats struct {
 	requests    uint64
 	tokens      uint64
 	buckets     [rateWindow]secondTokens
-	ttft        [ttftWindow]time.Duration
-	ttftSeen    uint64
+	ttft, itl   times
 	hits        hits
 	kv          client.KVStatus
 	hasKV       bool
 	transfers   engine.Transfers
 }
+
+// times are the last times of one kind.
+type times struct {
+	window [timeWindow]time.Duration
+	seen   uint64
+}
+
+// add adds a time; 0 is none.
+func (t *times) add(d time.Duration) {
+	if d > 0 {
+		t.window[t.seen%timeWindow] = d
+		t.seen++
+	}
+}
+
+// copy returns the times without an order.
+func (t *times) copy() []time.Duration { return slices.Clone(t.window[:min(t.seen, timeWindow)]) }
 
 // hits is what engines reported of cached prompt tokens.
 type hits struct {
@@ -129,16 +145,14 @@ func (s *stats) addGenerated(now time.Time, tokens int) {
 }
 
 // addEnded counts an ended request. tokens are those that addGenerated has not counted; ttft 0 means that no
-// first token was seen.
-func (s *stats) addEnded(now time.Time, tokens int, ttft time.Duration) {
+// first token was seen, itl, the mean time between its tokens, that there was no second one.
+func (s *stats) addEnded(now time.Time, tokens int, ttft, itl time.Duration) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.requests++
 	s.addTokens(now, tokens)
-	if ttft > 0 {
-		s.ttft[s.ttftSeen%ttftWindow] = ttft
-		s.ttftSeen++
-	}
+	s.ttft.add(ttft)
+	s.itl.add(itl)
 }
 
 func (s *stats) addTokens(now time.Time, tokens int) {
@@ -169,10 +183,12 @@ func (s *stats) status(now time.Time) client.RankStatus {
 	if s.incarnation != 0 {
 		st.Incarnation = formatIncarnation(s.incarnation)
 	}
-	seen := slices.Clone(s.ttft[:min(s.ttftSeen, ttftWindow)])
+	first, between := s.ttft.copy(), s.itl.copy()
 	s.mu.Unlock()
-	slices.Sort(seen)
-	st.TTFTp50Ms, st.TTFTp95Ms = quantile(seen, 50), quantile(seen, 95)
+	slices.Sort(first)
+	slices.Sort(between)
+	st.TTFTp50Ms, st.TTFTp95Ms = quantile(first, 50), quantile(first, 95)
+	st.ITLp50Ms, st.ITLp95Ms = quantile(between, 50), quantile(between, 95)
 	return st
 }
 

@@ -169,7 +169,9 @@ func (f *appFollower) newRouter(ar *appRouter, policy routing.Policy) {
 		ar.queue.room()
 		ar.groups.room()
 	}
-	ar.metrics.Store(f.in.metrics.App(ar.name, policy.Name()))
+	metrics, goals := f.in.metrics.App(ar.name, policy.Name()), routing.GoalsOf(policy)
+	metrics.SetGoals(goals.TTFT, goals.TPOT)
+	ar.metrics.Store(metrics)
 	ar.replaceRouter(router)
 }
 

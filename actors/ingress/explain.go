@@ -151,6 +151,18 @@ func (r *decisionLog) find(id string) (decisionRecord, bool) {
 	return decisionRecord{}, false
 }
 
+// latest describes the last decisions, the newest first, at most the given number. base is the origin of
+// their clock.
+func (r *decisionLog) latest(most int, base time.Time) []client.Replay {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	out := make([]client.Replay, 0, min(most, len(r.ring)))
+	for n := range cap(out) {
+		out = append(out, *r.ring[(r.next-1-n+len(r.ring))%len(r.ring)].toReplay(base))
+	}
+	return out
+}
+
 // findDecision returns a recent decision of the application that users know by a name.
 func findDecision(ar *appRouter, name, id string) (decisionRecord, error) {
 	e, ok := ar.decisions.find(id)
@@ -181,7 +193,8 @@ func (e *decisionRecord) notes(ar *appRouter) (out []string) {
 func (e *decisionRecord) toReplay(base time.Time) *client.Replay {
 	out := &client.Replay{
 		RequestID: e.id, At: base.Add(e.at).Round(0), Attempt: e.attempt, Policy: e.policy,
-		Pick: e.pick.String(), Reason: e.reason, HitTokens: e.hit, Pair: e.pair.toReplay(),
+		Pick: e.pick.String(), Reason: e.reason, Tokens: e.prompt.tokens,
+		HitTokens: e.hit, Pair: e.pair.toReplay(),
 	}
 	for _, h := range e.hits {
 		if out.Hits == nil {

@@ -523,7 +523,20 @@ func (req *request) countAnswer(code int) {
 	if !req.firstByte.IsZero() && req.scan.Stream {
 		ttft = req.firstByte.Sub(req.start)
 	}
-	req.app.router.metrics.Load().Request(req.route.String(), code, time.Since(req.start), ttft)
+	metrics := req.app.router.metrics.Load()
+	metrics.Request(req.route.String(), code, time.Since(req.start), ttft)
+	if req.scan.Stream {
+		metrics.Stream(code, ttft, req.timePerToken())
+	}
+}
+
+// timePerToken is the mean time per token after the first; 0 = there were no others.
+func (req *request) timePerToken() time.Duration {
+	n := req.outputTokens()
+	if n < 2 || req.stream.lastToken.IsZero() || req.firstByte.IsZero() {
+		return 0
+	}
+	return req.stream.lastToken.Sub(req.firstByte) / time.Duration(n-1)
 }
 
 // setOwnHeaders sets the headers that name the application and the rank.

@@ -268,6 +268,16 @@ func (in *Ingress) ExplainRoute(ctx context.Context, app string, rq *client.Quer
 	return x, nil
 }
 
+// Decisions lists the last decisions for an application's requests, the newest first. Errors are
+// *problem.Error.
+func (in *Ingress) Decisions(app string, most int) ([]client.Replay, error) {
+	ar, _, err := in.routerOf(app)
+	if err != nil {
+		return nil, err
+	}
+	return ar.decisions.latest(most, in.clockBase), nil
+}
+
 // MarkPrefillComplete records that a reservation's request has its first token. Safe to call twice. Errors
 // are *problem.Error.
 func (in *Ingress) MarkPrefillComplete(app, id string) error {

@@ -369,6 +369,8 @@ type NodeCounts struct {
 	Queued map[string]int                 // length of the ingress's queue, by application
 	// of the ingress, by application with a prefill and a decode pool; without what engines count
 	Pairs map[string]client.PDStatus
+	// of the ingress, by application; of one with two pools, of that which answers
+	Traffic map[string]*client.Traffic
 }
 
 // EngineCall is a control call to the engines of an application.

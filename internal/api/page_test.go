@@ -39,7 +39,7 @@ func TestThePageHasEveryRoute(t *testing.T) {
 	var served []string
 	names := strings.NewReplacer(
 		":app", "APP", ":node", "NODE", ":deployment", "DEPLOYMENT", "*id", "ID", ":token", "ID",
-		":revision", "REVISION",
+		":revision", "REVISION", ":file", "FILE",
 	)
 	for _, r := range s.newEngine().Routes() {
 		served = append(served, r.Method+" "+names.Replace(r.Path))
@@ -80,6 +80,7 @@ func TestThePageHasEveryLimit(t *testing.T) {
 			maxTokenIDs),
 		fmt.Sprintf("| connections | %d |", maxConnections),
 		fmt.Sprintf("| logs and events that are followed at a time | %d |", maxStreams),
+		fmt.Sprintf("| open pages | %d |", maxPages),
 		fmt.Sprintf("| `generate` and `dump_events` at a time | %d |", maxGenerates),
 		fmt.Sprintf("| request header | %d KiB, %.0f s |", maxHeader>>10, headerTimeout.Seconds()),
 		fmt.Sprintf("| body | %.0f s |", bodyTimeout.Seconds()),

@@ -21,6 +21,8 @@ import (
 type Routers interface {
 	// Explain decides for q like the live path and changes nothing.
 	Explain(ctx context.Context, app string, q *client.Query) (*client.Explanation, error)
+	// Decisions lists the last decisions for requests, the newest first, at most the given number.
+	Decisions(ctx context.Context, app string, most int) ([]client.Replay, error)
 	// Reset drops the Router's state and requests a snapshot from every rank; it does not touch requests in
 	// flight.
 	Reset(ctx context.Context, app string) (client.ResetResult, error)
@@ -49,6 +51,7 @@ const (
 	maxRouterBody = 17 << 20 // bytes: the largest inference body (16 MiB) and what stands around it
 	maxTokenIDs   = 1 << 20  // ids of one prompt
 	maxGenerates  = 256      // generate calls and dumps at one time
+	maxDecisions  = 1024     // of an answer
 )
 
 // reservationReply answers POST /api/v1/routers/{app}/mark_prefill_complete and /free.
@@ -79,6 +82,7 @@ func (h routerHandlers) addRoutes(g *gin.Engine) {
 	const one = pathRouters + "/:app"
 	g.GET(one, reply(h.router))
 	g.POST(one+"/explain", reply(h.explain))
+	g.GET(one+"/decisions", reply(h.decisions, "last"))
 	g.POST(one+"/reset", reply(h.reset))
 	g.POST(one+"/best_worker", reply(h.bestWorker))
 	g.POST(one+"/best_worker_id", reply(h.bestWorker)) // Dynamo's older name
@@ -107,6 +111,15 @@ func (h routerHandlers) explain(c *gin.Context, _ query) (int, any, error) {
 	}
 	e, err := h.routers.Explain(c.Request.Context(), c.Param("app"), &q)
 	return http.StatusOK, e, err
+}
+
+func (h routerHandlers) decisions(c *gin.Context, q query) (int, any, error) {
+	most, err := q.number("last", 100, maxDecisions)
+	if err != nil {
+		return 0, nil, err
+	}
+	list, err := h.routers.Decisions(c.Request.Context(), c.Param("app"), most)
+	return http.StatusOK, gin.H{"decisions": notNull(list)}, err
 }
 
 // checkQuery refuses a query without a request, or with several.

@@ -45,6 +45,10 @@ func (r *fakeRouters) Explain(_ context.Context, app string, q *client.Query) (*
 	return &client.Explanation{App: app, Pick: "0/1"}, r.note(q)
 }
 
+func (r *fakeRouters) Decisions(_ context.Context, _ string, most int) ([]client.Replay, error) {
+	return []client.Replay{{RequestID: "r1", Pick: "0/1", HitTokens: most}}, nil
+}
+
 func (r *fakeRouters) Reset(_ context.Context, app string) (client.ResetResult, error) {
 	return client.ResetResult{App: app, Ranks: 4}, r.note("reset")
 }

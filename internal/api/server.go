@@ -36,6 +36,10 @@ const (
 	pathMetrics  = "/metrics"
 
 	pathEngineMetrics = "/metrics/engines"
+
+	pathPage      = "/"
+	pathPageFiles = "/page/"
+	pathFeed      = "/api/v1/feed"
 )
 
 // Limits of the server. People and scripts use the API, so bodies are small and connections few.
@@ -44,6 +48,7 @@ const (
 	maxHeader      = 64 << 10
 	maxConnections = 512
 	maxStreams     = 64 // logs and events at one time
+	maxPages       = 64 // open pages at one time
 	headerTimeout  = 10 * time.Second
 	bodyTimeout    = 30 * time.Second
 	callTimeout    = 30 * time.Second // one Backend call
@@ -215,11 +220,11 @@ const forwardedHeader = "X-Dpserve-Forwarded"
 // process, its routers, its metrics.
 func isLocalPath(path string) bool {
 	switch path {
-	case pathVersion, pathHealthz, pathValidate, pathMetrics, pathEngineMetrics, pathRestart, pathRayVersion,
+	case pathVersion, pathHealthz, pathValidate, pathPage, pathFeed, pathMetrics, pathEngineMetrics, pathRestart, pathRayVersion,
 		pathRayVersion2:
 		return true
 	}
-	return strings.HasPrefix(path, pathRouters)
+	return strings.HasPrefix(path, pathRouters) || strings.HasPrefix(path, pathPageFiles)
 }
 
 // forward sends requests that only the leader can answer to the leader.
@@ -287,6 +292,8 @@ func (s *Server) newEngine() *gin.Engine {
 
 	g.GET(pathVersion, s.reply(s.version))
 	g.GET(pathHealthz, s.reply(s.healthz))
+	addPageRoutes(g)
+	g.GET(pathFeed, s.stream(newFeed(s).serve))
 	appHandlers{s, s.cfg.Backend}.addRoutes(g)
 	if s.cfg.Routers != nil {
 		routerHandlers{s, s.cfg.Routers}.addRoutes(g)
@@ -318,7 +325,7 @@ func (s *Server) newEngine() *gin.Engine {
 // headAsGet answers HEAD like GET, because probes use HEAD; net/http omits the body. Streams have no HEAD.
 func headAsGet(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.Method == http.MethodHead && r.URL.Path != pathEvents &&
+		if r.Method == http.MethodHead && r.URL.Path != pathEvents && r.URL.Path != pathFeed &&
 			!strings.HasSuffix(r.URL.Path, "/logs") && !strings.HasSuffix(r.URL.Path, "/dump_events") {
 			// a copy, because the server decides by its own request what it writes
 			r = r.WithContext(r.Context())
@@ -411,8 +418,8 @@ func hintOfPath(path string) string {
 	if strings.HasPrefix(path, "/api/serve") || strings.HasPrefix(path, "/api/ray") {
 		return "of Ray's paths there are " + pathRayApps + ", with its last slash, and " + pathRayVersion
 	}
-	return "paths begin with /api/v1: version, healthz, validate, plan, apps, apps/APP, apps/APP/logs, " +
-		"apps/APP/call, apps/APP/ranks, events, nodes, join-tokens, gossip-key, restart, routers/APP; and " +
+	return "the page for people is /; paths begin with /api/v1: version, healthz, validate, plan, apps, apps/APP, apps/APP/logs, " +
+		"apps/APP/call, apps/APP/ranks, events, feed, nodes, join-tokens, gossip-key, restart, routers/APP; and " +
 		"/metrics, " + strings.Join([]string{
 		pathAddWorker, pathRemoveWorker, pathListWorkers, pathWorkers, pathRayApps,
 	}, ", ")

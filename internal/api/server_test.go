@@ -64,7 +64,7 @@ func badRequests() []request {
 		return m
 	}
 	return []request{
-		{"GET", "/", "", nil},
+		{"GET", "/page", "", nil},
 		{"GET", "/api/v1/nodes", "", nil},
 		{"GET", "/api/v1/apps/", "", nil},
 		{"POST", "/v1/chat/completions", "{}", nil},

@@ -33,7 +33,8 @@ func requireToken(next http.Handler, token, file string) http.Handler {
 // isOpenPath reports whether a request needs no token.
 func isOpenPath(r *http.Request) bool {
 	return (r.Method == http.MethodGet || r.Method == http.MethodHead) &&
-		(r.URL.Path == pathHealthz || r.URL.Path == pathMetrics || r.URL.Path == pathEngineMetrics)
+		(r.URL.Path == pathHealthz || r.URL.Path == pathMetrics || r.URL.Path == pathEngineMetrics ||
+			isPagePath(r.URL.Path))
 }
 
 // errNoToken says where the token is. The path of its file is no secret; only its owner may read it.

@@ -31,7 +31,7 @@ func TestTheAdminAPIWantsItsToken(t *testing.T) {
 	guarded := s.protect(nil)
 	for _, path := range []string{
 		"/api/v1/version", "/api/v1/apps", "/api/v1/restart", "/api/v1/events", "/add_worker?url=x",
-		"/list_workers", "/nope", "/", "/api/v1/healthz/../apps", "//metrics",
+		"/list_workers", "/nope", "/api/v1/feed", "/page", "/api/v1/healthz/../apps", "//metrics",
 	} {
 		for _, method := range []string{http.MethodGet, http.MethodPut, http.MethodPost, http.MethodDelete} {
 			for _, shown := range []string{"", "Bearer", "Bearer " + token + "0", "Basic " + token, token} {
@@ -43,7 +43,9 @@ func TestTheAdminAPIWantsItsToken(t *testing.T) {
 			}
 		}
 	}
-	for _, path := range []string{pathHealthz, pathMetrics, pathEngineMetrics} {
+	for _, path := range []string{
+		pathHealthz, pathMetrics, pathEngineMetrics, pathPage, "/page/page.js",
+	} {
 		assert.Equal(t, 200, ask(guarded, http.MethodGet, path, "").Code, path)
 		assert.Equal(t, 200, ask(guarded, http.MethodHead, path, "").Code, path)
 		assert.Equal(t, 401, ask(guarded, http.MethodPost, path, "").Code, path)

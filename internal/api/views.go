@@ -84,13 +84,15 @@ type ClusterStatus struct {
 	ranks    map[string][]client.RankStatus // by unit
 	queued   map[string]int                 // in the queues of all ingresses, by application
 	pairs    map[string]*client.PDStatus    // of all ingresses, by application with two pools
+	traffic  map[string]*client.Traffic     // of all ingresses, by application
 	answered map[string]bool                // the nodes that replied
 }
 
 // Statuses asks every node for its ranks and queues.
 func (v NodeViews) Statuses(ctx context.Context) *ClusterStatus {
 	s := &ClusterStatus{
-		map[string][]client.RankStatus{}, map[string]int{}, map[string]*client.PDStatus{}, map[string]bool{},
+		map[string][]client.RankStatus{}, map[string]int{}, map[string]*client.PDStatus{},
+		map[string]*client.Traffic{}, map[string]bool{},
 	}
 	var mu sync.Mutex
 	_ = v.ask(ctx, viewTimeout, func(ctx context.Context, id string, node msg.NodeView) error {
@@ -106,6 +108,12 @@ func (v NodeViews) Statuses(ctx context.Context) *ClusterStatus {
 		}
 		for name, pd := range counts.Pairs {
 			s.addPairs(name, &pd)
+		}
+		for name, t := range counts.Traffic {
+			if s.traffic[name] == nil {
+				s.traffic[name] = &client.Traffic{}
+			}
+			s.traffic[name].Add(t)
 		}
 		return err
 	})
@@ -131,7 +139,7 @@ func (s *ClusterStatus) addPairs(name string, pd *client.PDStatus) {
 // a replica that is ending and is ignored.
 func (s *ClusterStatus) AddTo(apps []client.AppStatus) {
 	for i := range apps {
-		apps[i].Queued = s.queued[apps[i].Name]
+		apps[i].Queued, apps[i].Traffic = s.queued[apps[i].Name], s.traffic[apps[i].Name]
 		for j := range apps[i].Units {
 			u := &apps[i].Units[j]
 			for k, r := range u.Ranks {

@@ -63,6 +63,9 @@ func samples() []sample {
 			Ranks:  map[string][]client.RankStatus{"chat/0": {{Rank: 1, Node: "b", TokensPerS: 2.5}}},
 			Queued: map[string]int{"chat": 4},
 			Pairs:  map[string]client.PDStatus{"pd": {Transfer: "nixl", Met: 2}},
+			Traffic: map[string]*client.Traffic{"chat": {
+				Requests: 9, TTFT: client.Histogram{Bounds: []float64{.5}, Counts: []uint64{8, 1}},
+			}},
 		}),
 		sampleOf([]msg.GroupMessage{{
 			Kind: msg.GroupHold, App: "demo", Group: 2, ID: 1<<63 + 1, Tokens: 9000, Age: time.Second,

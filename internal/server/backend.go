@@ -382,10 +382,14 @@ var _ msg.NodeView = localView{}
 func (v localView) Statuses(context.Context) (msg.NodeCounts, error) {
 	counts := msg.NodeCounts{
 		Ranks: v.n.node.RankStatuses(), Queued: map[string]int{}, Pairs: map[string]client.PDStatus{},
+		Traffic: map[string]*client.Traffic{},
 	}
 	if in := v.n.ingress; in != nil {
 		for a, p := range v.n.store.State().Pools() {
 			counts.Queued[a.Name] += in.QueueLen(p.PoolName())
+			if t := v.n.metrics.Traffic(p.PoolName()); t != nil && p.Pool != app.PoolPrefill {
+				counts.Traffic[a.Name] = t
+			}
 			if pd, ok := in.PairStatus(a.Name); ok {
 				counts.Pairs[a.Name] = pd
 			}
@@ -435,6 +439,10 @@ func newRouters(n *Node) api.Routers {
 
 func (r *routers) Explain(ctx context.Context, app string, q *client.Query) (*client.Explanation, error) {
 	return r.ExplainRoute(ctx, app, q)
+}
+
+func (r *routers) Decisions(_ context.Context, app string, most int) ([]client.Replay, error) {
+	return r.Ingress.Decisions(app, most)
 }
 
 // Reset implements api.Routers. It resets the router on every ingress of the cluster.

@@ -24,6 +24,9 @@ type App struct {
 	continued                 counters[continuedKey]
 	refusals, tokenize        counters[string]
 	picks                     counters[pickKey]
+
+	streams            goodput
+	ttftGoal, tpotGoal atomic.Int64 // ns
 }
 
 // routeTimes holds the histograms of one route.
@@ -54,6 +57,9 @@ func newApp(v *vectors, name, policy string) *App {
 		prompt:      v.tokens.WithLabelValues(name, "prompt"),
 		cached:      v.tokens.WithLabelValues(name, "cached"),
 		generated:   v.tokens.WithLabelValues(name, "generated"),
+		streams: goodput{
+			met: v.goodput.WithLabelValues(name, "met"), missed: v.goodput.WithLabelValues(name, "missed"),
+		},
 	}
 }
 

@@ -26,6 +26,7 @@ const (
 	labelReason = "reason"
 	labelNode   = "node"
 	labelResult = "result"
+	labelGoal   = "goal"
 
 	labelWay     = "way"
 	labelOutcome = "outcome"
@@ -41,10 +42,10 @@ const (
 // vectors holds the vectors with the label app, but for those of a pair of pools.
 type vectors struct {
 	requests, tokens, attempts, retries, continued, refusals, picks, restarts *prometheus.CounterVec
-	tokenize                                                                  *prometheus.CounterVec
+	tokenize, goodput                                                         *prometheus.CounterVec
 	requestSeconds, ttft, itl, queueWait, decision                            *prometheus.HistogramVec
 	queueLength, queueTokens, unitState, unitEpoch                            *prometheus.GaugeVec
-	readyRanks, desiredRanks                                                  *prometheus.GaugeVec
+	readyRanks, desiredRanks, goals                                           *prometheus.GaugeVec
 }
 
 // forgetter is a vector whose series can be deleted.
@@ -72,6 +73,11 @@ func (v *vectors) addRequests() {
 	v.itl = histogram("itl_seconds", "Time between two chunks of a stream.", tokenBuckets(),
 		labelApp, labelRoute)
 	v.tokens = counter("tokens_total", "Tokens as the engines report them in usage.", labelApp, labelKind)
+	v.goodput = counter("goodput_requests_total",
+		"Streams ended, by whether first token and time per token met the goals; failed ones have missed them.",
+		labelApp, labelResult)
+	v.goals = gauge("goal_seconds", "Goals of a stream: time to the first token, mean time per token.", labelApp,
+		labelGoal)
 	v.queueLength = gauge("queue_length", "Requests waiting in this ingress's queue.", labelApp)
 	v.queueTokens = gauge("queue_tokens",
 		"Prompt tokens (partly estimated) waiting in this ingress's queue.", labelApp)
@@ -110,6 +116,7 @@ func (v *vectors) addUnits() {
 func (v *vectors) list() []forgetter {
 	return []forgetter{
 		v.requests, v.tokens, v.attempts, v.retries, v.continued, v.refusals, v.picks, v.restarts, v.tokenize,
+		v.goodput, v.goals,
 		v.requestSeconds, v.ttft, v.itl, v.queueWait, v.decision,
 		v.queueLength, v.queueTokens, v.unitState, v.unitEpoch, v.readyRanks, v.desiredRanks,
 	}
@@ -194,6 +201,15 @@ func (c *children[K, V]) add(key K, make func() V) (v V, ok bool) {
 	next[key] = v
 	c.table.Store(&next)
 	return v, true
+}
+
+// each calls do for every child that there is.
+func (c *children[K, V]) each(do func(K, V)) {
+	if t := c.table.Load(); t != nil {
+		for k, v := range *t {
+			do(k, v)
+		}
+	}
 }
 
 // drop removes the keys for which gone is true. No key is added meanwhile, so gone may delete their series.
