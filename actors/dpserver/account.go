@@ -38,7 +38,8 @@ func (t *ticket) clampFirstToken(reported, now time.Time) time.Time {
 	}
 }
 
-// timePerToken is the mean time between the tokens of a request that has ended well; 0 = there was one at most.
+// timePerToken is the mean time between the tokens of a request that has ended well; 0 = it has no second
+// one.
 func (t *ticket) timePerToken(m *msg.Done, now time.Time) time.Duration {
 	if m.Outcome != msg.OK || m.FirstToken <= 0 || m.CompletionTokens < 2 {
 		return 0

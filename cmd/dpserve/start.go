@@ -133,8 +133,9 @@ func printAddress(e *env, s *serving, c *server.Config, output format) error {
 	if a.URL != "" {
 		endpoint = "endpoint " + a.URL + "/v1\n"
 	}
-	_, err := fmt.Fprintf(e.io.Out, "node %s\n%sadmin %s://%s\n%s", a.Node, endpoint, schemeOf(c), a.Admin,
-		formatMetricsLine(a.Metrics))
+	_, err := fmt.Fprintf(e.io.Out,
+		"node %[1]s\n%[2]sadmin %[3]s://%[4]s\npage %[3]s://%[4]s/\n%[5]s",
+		a.Node, endpoint, schemeOf(c), a.Admin, formatMetricsLine(a.Metrics))
 	return err
 }
 

@@ -380,8 +380,9 @@ func printWelcome(ctx context.Context, e *env, f *upFlags, s *serving, cluster a
 	if err != nil {
 		return err
 	}
-	_, _ = fmt.Fprintf(e.io.Out, "endpoint %[1]s://%[2]s/v1\nadmin %[1]s://%[3]s\n%[4]s\n", schemeOf(c),
-		s.HTTPAddr(), s.AdminAddr(), formatMetricsLine(s.MetricsAddr()))
+	_, _ = fmt.Fprintf(e.io.Out,
+		"endpoint %[1]s://%[2]s/v1\nadmin %[1]s://%[3]s\npage %[1]s://%[3]s/\n%[4]s\n",
+		schemeOf(c), s.HTTPAddr(), s.AdminAddr(), formatMetricsLine(s.MetricsAddr()))
 	if len(apps) > 0 {
 		columns := math.MaxInt // a script reads lines
 		if e.io.OutTTY {

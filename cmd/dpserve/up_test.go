@@ -62,7 +62,8 @@ func TestUp(t *testing.T) {
 	c.interrupt()
 	assert.Equal(t, 0, exit(t, code), c.stderr())
 	assert.True(t,
-		strings.HasPrefix(c.stdout(), "endpoint http://127.0.0.1:8000/v1\nadmin http://127.0.0.1:8265\n\n"+
+		strings.HasPrefix(c.stdout(), "endpoint http://127.0.0.1:8000/v1\nadmin http://127.0.0.1:8265\n"+
+			"page http://127.0.0.1:8265/\n\n"+
 			`curl -N http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' -d `+
 			`'{"model": "demo", "stream": true, "max_tokens": 64, `+
 			`"messages": [{"role": "user", "content": "Hello"}]}'`+"\n\nRANK "), c.stdout())

@@ -69,7 +69,7 @@ func (f *feed) serve(c *gin.Context) error {
 			extendWriteDeadline(c.Writer)
 			_, _ = buf.Write(s.text) // buf keeps the error until it is flushed
 			if flush(buf, c.Writer) != nil {
-				return nil //nolint:nilerr // the client has left
+				return nil // the client has left
 			}
 			sent = s
 		}

@@ -17,7 +17,7 @@ import (
 //go:embed page
 var pageFiles embed.FS
 
-// pagePolicy allows the page what it needs: its own files, and calls of this port. No other page may frame it.
+// pagePolicy allows the page what it needs: its own files, and calls of this port. No page may frame it.
 const pagePolicy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; " +
 	"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 

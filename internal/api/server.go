@@ -220,8 +220,8 @@ const forwardedHeader = "X-Dpserve-Forwarded"
 // process, its routers, its metrics.
 func isLocalPath(path string) bool {
 	switch path {
-	case pathVersion, pathHealthz, pathValidate, pathPage, pathFeed, pathMetrics, pathEngineMetrics, pathRestart, pathRayVersion,
-		pathRayVersion2:
+	case pathVersion, pathHealthz, pathValidate, pathPage, pathFeed, pathMetrics, pathEngineMetrics,
+		pathRestart, pathRayVersion, pathRayVersion2:
 		return true
 	}
 	return strings.HasPrefix(path, pathRouters) || strings.HasPrefix(path, pathPageFiles)
@@ -418,9 +418,9 @@ func hintOfPath(path string) string {
 	if strings.HasPrefix(path, "/api/serve") || strings.HasPrefix(path, "/api/ray") {
 		return "of Ray's paths there are " + pathRayApps + ", with its last slash, and " + pathRayVersion
 	}
-	return "the page for people is /; paths begin with /api/v1: version, healthz, validate, plan, apps, apps/APP, apps/APP/logs, " +
-		"apps/APP/call, apps/APP/ranks, events, feed, nodes, join-tokens, gossip-key, restart, routers/APP; and " +
-		"/metrics, " + strings.Join([]string{
+	return "the page for people is /; paths begin with /api/v1: version, healthz, validate, plan, apps, " +
+		"apps/APP, apps/APP/logs, apps/APP/call, apps/APP/ranks, events, feed, nodes, join-tokens, " +
+		"gossip-key, restart, routers/APP; and /metrics, " + strings.Join([]string{
 		pathAddWorker, pathRemoveWorker, pathListWorkers, pathWorkers, pathRayApps,
 	}, ", ")
 }

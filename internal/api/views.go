@@ -91,8 +91,11 @@ type ClusterStatus struct {
 // Statuses asks every node for its ranks and queues.
 func (v NodeViews) Statuses(ctx context.Context) *ClusterStatus {
 	s := &ClusterStatus{
-		map[string][]client.RankStatus{}, map[string]int{}, map[string]*client.PDStatus{},
-		map[string]*client.Traffic{}, map[string]bool{},
+		map[string][]client.RankStatus{},
+		map[string]int{},
+		map[string]*client.PDStatus{},
+		map[string]*client.Traffic{},
+		map[string]bool{},
 	}
 	var mu sync.Mutex
 	_ = v.ask(ctx, viewTimeout, func(ctx context.Context, id string, node msg.NodeView) error {

@@ -74,10 +74,10 @@ func (v *vectors) addRequests() {
 		labelApp, labelRoute)
 	v.tokens = counter("tokens_total", "Tokens as the engines report them in usage.", labelApp, labelKind)
 	v.goodput = counter("goodput_requests_total",
-		"Streams ended, by whether first token and time per token met the goals; failed ones have missed them.",
+		"Streams ended, by whether first token and time per token met the goals; failed ones missed them.",
 		labelApp, labelResult)
-	v.goals = gauge("goal_seconds", "Goals of a stream: time to the first token, mean time per token.", labelApp,
-		labelGoal)
+	v.goals = gauge("goal_seconds", "Goals of a stream: time to the first token, mean time per token.",
+		labelApp, labelGoal)
 	v.queueLength = gauge("queue_length", "Requests waiting in this ingress's queue.", labelApp)
 	v.queueTokens = gauge("queue_tokens",
 		"Prompt tokens (partly estimated) waiting in this ingress's queue.", labelApp)

@@ -71,11 +71,11 @@ function fill(td, cell) {
   const text = String(c.text ?? "");
   if (c.chips) return fillChips(td, c.chips);
   if ((c.mark || c.button) && !td.firstElementChild) {
-    td.append(c.button ? el("button", { type: "button", class: "link" }) : el("span"));
+    td.replaceChildren(c.button ? el("button", { type: "button", class: "link" }) : el("span"));
   }
   const into = td.firstElementChild ?? td;
   setText(into, text);
-  if (c.mark && into.className !== c.mark) into.className = c.mark;
+  if (into.tagName === "SPAN" && into.className !== (c.mark ?? "")) into.className = c.mark ?? "";
   if (c.button) into.onclick = c.button;
   if (c.share !== undefined) {
     td.classList.add("gauge");

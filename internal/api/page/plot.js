@@ -1,8 +1,9 @@
-// A plot of one or two lines over the last 15 minutes, as SVG.
+// A plot of one or two lines over the last 15 minutes, or less while the page knows less, as SVG.
 
 import { el, setText } from "./dom.js";
 
-const wide = 900, high = 100; // units of the drawing: a second is one unit
+const wide = 900, high = 100; // units of the drawing
+const spans = [120, 300, 900]; // seconds that it shows
 const gap = 16; // seconds without a point that break a line
 
 function shape(name, attributes = {}) {
@@ -21,21 +22,25 @@ export class Plot {
     this.svg.append(shape("line", { x1: 0, x2: wide, y1: high, y2: high }));
     this.paths = lines.map((l, i) => this.svg.appendChild(shape("path", { class: i ? "second" : "first" })));
     this.cursor = this.svg.appendChild(shape("line", { class: "cursor", y1: 0, y2: high, visibility: "hidden" }));
-    this.left = el("span");
+    this.from = el("span");
+    this.most = el("span");
     this.note = el("span");
     parent.append(el("figure", { class: "plot" }, el("figcaption", {}, el("b", {}, title), ...this.values), this.svg,
-      el("div", { class: "axis", "aria-hidden": "true" }, el("span", {}, "15 min ago"), this.note, this.left)));
+      el("div", { class: "axis", "aria-hidden": "true" }, this.from, this.note, this.most)));
     this.svg.addEventListener("pointermove", (e) => this.point(e));
     this.svg.addEventListener("pointerleave", () => this.point(null));
   }
 
   draw(points, now, goal) {
     Object.assign(this, { points, now });
+    const known = now - (points[0]?.at ?? now);
+    this.span = spans.find((s) => s >= known) ?? spans.at(-1);
+    setText(this.from, `${this.span / 60} min ago`);
     let most = this.top;
     for (const p of points) for (const l of this.lines) most = Math.max(most, p[l.field] ?? 0);
     if (goal && most > goal / 4) most = Math.max(most, goal * 1.05);
     this.scale = (v) => high - 2 - (high - 6) * (v - this.floor) / (most - this.floor || 1);
-    const x = (p) => wide - (now - p.at);
+    const x = (p) => wide * (1 - (now - p.at) / this.span);
     this.lines.forEach((l, i) => {
       let d = "", last = -Infinity;
       for (const p of points) {
@@ -47,7 +52,7 @@ export class Plot {
     });
     this.goal.setAttribute("visibility", goal && goal <= most ? "visible" : "hidden");
     if (goal) for (const y of ["y1", "y2"]) this.goal.setAttribute(y, this.scale(goal));
-    setText(this.left, `most ${this.format(most)}`);
+    setText(this.most, `most ${this.format(most)}`);
     setText(this.note, goal ? `goal ${this.format(goal)}` : "");
     this.say(points.at(-1));
   }
@@ -61,11 +66,11 @@ export class Plot {
   // point shows the values under the pointer.
   point(e) {
     const box = this.svg.getBoundingClientRect();
-    const at = e && this.now - wide * (1 - (e.clientX - box.left) / box.width);
+    const at = e && this.now - this.span * (1 - (e.clientX - box.left) / box.width);
     const near = e && this.points?.reduce((a, b) => (Math.abs(b.at - at) < Math.abs(a.at - at) ? b : a), { at: -1e9 });
     this.cursor.setAttribute("visibility", near?.at > 0 ? "visible" : "hidden");
     if (near?.at > 0) {
-      for (const x of ["x1", "x2"]) this.cursor.setAttribute(x, wide - (this.now - near.at));
+      for (const x of ["x1", "x2"]) this.cursor.setAttribute(x, wide * (1 - (this.now - near.at) / this.span));
       setText(this.note, `${Math.round(this.now - near.at)} s ago`);
     }
     this.say(near?.at > 0 ? near : this.points?.at(-1));

@@ -76,12 +76,12 @@ export class Routing {
       { title: "Open", num: true, cell: (r) => `${r.in_flight}/${r.max_ongoing}` },
       { title: "KV use", num: true, cell: (r) => percent(r.kv_usage) },
       { title: "Cached", num: true, cell: (r) => number(r.hit_tokens) },
-    ], { title: "Score", num: true, cell: (r) => number(r.score, 3) }, (r) => r.worker);
+    ], { title: "Score", of: (r) => r.score }, (r) => r.worker);
     drawTerms($("candidates-table"), x.pair?.candidates ?? [], [
       { title: "Prefill", cell: (c) => c.prefill || "none" },
       { title: "Decode", cell: (c) => c.decode },
       { title: "Left out", cell: (c) => c.skip ?? "" },
-    ], { title: "Cost, ms", num: true, cell: (c) => number(c.cost_ms, 3) }, (c) => `${c.prefill} ${c.decode}`);
+    ], { title: "Cost, ms", of: (c) => c.cost_ms }, (c) => `${c.prefill} ${c.decode}`);
     $("explanation").hidden = false;
     $("explanation-title").focus();
   }
@@ -96,10 +96,13 @@ function drawTerms(table, list, before, after, key) {
   const valueOf = (item, name) => item.terms?.find((t) => t.name === name);
   const terms = [...new Set(list.flatMap((item) => (item.terms ?? []).map((t) => t.name)))]
     .filter((name) => list.some((item) => valueOf(item, name)?.value));
+  const isWhole = list.every((item) => (item.terms ?? []).every((t) => Number.isInteger(t.value)));
+  const digits = isWhole ? 0 : 3;
   const columns = terms.map((name) => ({
-    title: name, num: true, cell: (item) => number(valueOf(item, name)?.value, 3),
+    title: name, num: true, cell: (item) => number(valueOf(item, name)?.value, digits),
     hint: list.map((item) => valueOf(item, name)?.unit).find(Boolean),
   }));
-  const why = { title: "", cls: "long", cell: (item) => (item.picked ? "picked" : item.why ?? "") };
-  new Table(table, [...before, ...columns, after, why], { key, row: (item) => (item.picked ? "picked" : "") }).show(list);
+  const total = { title: after.title, num: true, cell: (item) => number(after.of(item), digits) };
+  const why = { title: "Why""", cls: "long", cell: (item) => (item.picked ? "picked" : item.why ?? "") };
+  new Table(table, [...before, ...columns, total, why], { key, row: (item) => (item.picked ? "picked" : "") }).show(list);
 }
