@@ -50,7 +50,8 @@ seeds say the same: against engines that saw a run, take another --seed.`,
 		if err != nil {
 			return err
 		}
-		if f.config.URL, err = benchURL(cmd.Context(), e, args); err != nil {
+		url := strings.Join(args, "")
+		if f.config.URL, err = endpointURL(cmd.Context(), e, "bench", "URL", url); err != nil {
 			return err
 		}
 		if f.direct != "" {
@@ -63,10 +64,11 @@ seeds say the same: against engines that saw a run, take another --seed.`,
 	return cmd
 }
 
-// benchURL returns the URL of the command line, else the endpoint of the node that DPSERVE_ADDR selects.
-func benchURL(ctx context.Context, e *env, args []string) (url string, err error) {
-	if len(args) > 0 {
-		return engineURL("bench", "URL", args[0])
+// endpointURL returns the URL of the command line, where it is called what, else the endpoint of the node
+// that DPSERVE_ADDR selects.
+func endpointURL(ctx context.Context, e *env, cmd, what, given string) (url string, err error) {
+	if given != "" {
+		return engineURL(cmd, what, given)
 	}
 	err = e.withAdmin(func(cluster admin) error {
 		v, err := cluster.Version(ctx)
@@ -75,7 +77,7 @@ func benchURL(ctx context.Context, e *env, args []string) (url string, err error
 		}
 		if v.Endpoint == "" {
 			return problem.New(problem.InvalidArgument, "the node at DPSERVE_ADDR names no endpoint").
-				WithHint("it has not role ingress, or runs another version: `dpserve bench http://HOST:PORT`")
+				WithHint("it has not role ingress, or runs another version: write %s %s", cmd, what)
 		}
 		url = v.Endpoint
 		return nil
@@ -109,32 +111,53 @@ func (f *benchFlags) add(cmd *cobra.Command) {
 	flags.IntSliceVar(&c.PIDs, "pid", nil, "`PIDS` of processes whose CPU time is charged to the run (Linux)")
 	flags.StringVar(&f.direct, "overhead", "",
 		"`URL` of the engine behind the endpoint: measure what the endpoint adds, both in turns")
-	flags.StringVar(&f.keyEnv, "api-key-env", "", "`name` of the environment variable that holds the API key")
+	addKeyFlag(flags, &f.keyEnv)
 	f.addSessions(flags)
 	f.output = addOutput(cmd)
+}
+
+func addKeyFlag(flags *pflag.FlagSet, name *string) {
+	flags.StringVar(name, "api-key-env", "", "`name` of the environment variable that holds the API key")
+}
+
+// keyOf returns the key in the variable of --api-key-env, "" without the flag.
+func keyOf(e *env, variable string) (string, error) {
+	key := ""
+	if variable != "" {
+		key = e.getenv(variable)
+	}
+	if variable != "" && key == "" {
+		return "", problem.New(problem.InvalidArgument, "--api-key-env %s: the variable is empty", variable).
+			WithHint("export %s=KEY", variable)
+	}
+	return key, nil
+}
+
+// firstModel returns the first model that an endpoint lists.
+func firstModel(ctx context.Context, url, keyEnv string) (string, error) {
+	found, err := probeAll(ctx, []string{url}, app.Engine{APIKeyEnv: keyEnv})
+	if err != nil {
+		return "", err
+	}
+	return found[0].Models[0], nil
 }
 
 func runBench(ctx context.Context, e *env, f *benchFlags) error {
 	c := f.config
 	c.Stream = !f.whole
-	if f.keyEnv != "" {
-		if c.APIKey = e.getenv(f.keyEnv); c.APIKey == "" {
-			return problem.New(problem.InvalidArgument, "--api-key-env %s: the variable is empty", f.keyEnv).
-				WithHint("export %s=KEY", f.keyEnv)
-		}
+	var err error
+	if c.APIKey, err = keyOf(e, f.keyEnv); err != nil {
+		return err
 	}
 	if c.Model == "" {
-		found, err := probeAll(ctx, []string{c.URL}, app.Engine{})
-		if err != nil {
+		if c.Model, err = firstModel(ctx, c.URL, f.keyEnv); err != nil {
 			return err
 		}
-		c.Model = found[0].Models[0]
 	}
 	if f.direct != "" {
 		return benchOverhead(ctx, e, c, f)
 	}
 	var report *loadgen.Report
-	var err error
 	if f.sessions {
 		report, err = loadgen.RunSessions(ctx, c, f.conversation)
 	} else {

@@ -84,9 +84,10 @@ it changes nothing. It has the values of engine.env.`,
 		Args: requireArgs(1, "APP"),
 		RunE: e.asking(func(ctx context.Context, cluster admin, args []string) error {
 			file, err := cluster.AppFile(ctx, args[0], revision)
-			if err == nil {
-				_, err = fmt.Fprint(e.io.Out, file.Text)
+			if err != nil {
+				return hintResource(args[0], err)
 			}
+			_, err = fmt.Fprint(e.io.Out, file.Text)
 			return err
 		}),
 	}

@@ -61,7 +61,7 @@ func reference(t *testing.T) string {
 	var b strings.Builder
 	b.WriteString(referenceHead)
 	for _, name := range []string{
-		"up", "serve", "start", "join", "validate", "convert", "plan", "deploy", "history", "get",
+		"up", "serve", "chat", "start", "join", "validate", "convert", "plan", "deploy", "history", "get",
 		"rollback", "status", "route", "route explain",
 		"router", "router show", "router reset", "logs", "events", "delete", "ranks", "ranks add",
 		"ranks call",

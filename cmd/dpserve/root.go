@@ -22,9 +22,12 @@ const helpTemplate = `{{with (or .Long .Short)}}{{. | trimTrailingWhitespaces}}
 Examples:
 {{. | trimTrailingWhitespaces}}
 {{end}}{{if .HasAvailableSubCommands}}
-Commands:{{range .Commands}}{{if .IsAvailableCommand}}
+{{if not .Groups}}Commands:{{range .Commands}}{{if .IsAvailableCommand}}
   {{rpad .Name .NamePadding}} {{.Short}}{{end}}{{end}}
-{{end}}{{if .HasAvailableLocalFlags}}
+{{end}}{{range $i, $group := .Groups}}{{if $i}}
+{{end}}{{.Title}}{{range $.Commands}}{{if and .IsAvailableCommand (eq .GroupID $group.ID)}}
+  {{rpad .Name .NamePadding}} {{.Short}}{{end}}{{end}}
+{{end}}{{end}}{{if .HasAvailableLocalFlags}}
 Flags:
 {{.LocalFlags.FlagUsages | trimTrailingWhitespaces}}
 {{end}}{{if .HasAvailableInheritedFlags}}
@@ -55,6 +58,8 @@ func newRoot(e *env) *cobra.Command {
 		Use:   program + " COMMAND",
 		Short: "data-parallel LLM serving behind one OpenAI endpoint",
 		Long:  rootLong,
+		// cobra adds --version and -v
+		Version: readBuildInfo().Version,
 		Example: `  dpserve up                                   # four simulated ranks, no GPU needed
   dpserve up examples/quickstart/app.yaml      # the same from a file`,
 		SilenceErrors:     true,
@@ -78,12 +83,20 @@ func newRoot(e *env) *cobra.Command {
 	root.SetHelpTemplate(helpTemplate)
 	root.SetFlagErrorFunc(flagError)
 	root.SetHelpCommand(newHelp(root))
-	root.AddCommand(newUp(e), newServe(e), newStart(e), newJoin(e), newValidate(e), newConvert(e), newPlan(e),
-		newDeploy(e), newHistory(e), newGet(e), newRollback(e), newStatus(e), newRoute(e), newRouter(e),
-		newLogs(e), newEvents(e), newDelete(e), newRanks(e), newNodes(e), newDrain(e), newRestart(e),
-		newUndrain(e), newLeave(e), newRecover(e), newToken(e), newDoctor(e), newBench(e), newSimulate(e),
-		newVersion(e),
-		newCompletion(e))
+	root.SetVersionTemplate(program + " {{.Version}}\n")
+	addGroups(root, []group{
+		{"Start here:", []*cobra.Command{newUp(e), newServe(e), newChat(e), newBench(e), newDoctor(e)}},
+		{"Files:", []*cobra.Command{newValidate(e), newConvert(e), newPlan(e), newGet(e), newHistory(e)}},
+		{"Applications:", []*cobra.Command{
+			newDeploy(e), newRollback(e), newDelete(e), newStatus(e), newEvents(e), newLogs(e), newRanks(e),
+		}},
+		{"Routing:", []*cobra.Command{newRoute(e), newRouter(e), newSimulate(e)}},
+		{"Nodes:", []*cobra.Command{
+			newStart(e), newJoin(e), newToken(e), newNodes(e), newDrain(e), newUndrain(e), newRestart(e),
+			newLeave(e), newRecover(e),
+		}},
+		{"This program:", []*cobra.Command{newVersion(e), newCompletion(e)}},
+	})
 	addReading(e, root)
 	root.DisableFlagsInUseLine = true
 	for cmd := range allCommands(root) {
@@ -91,6 +104,22 @@ func newRoot(e *env) *cobra.Command {
 	}
 	addCompletions(e, root)
 	return root
+}
+
+// group is a subject of the list of commands.
+type group struct {
+	title    string
+	commands []*cobra.Command
+}
+
+func addGroups(root *cobra.Command, groups []group) {
+	for _, g := range groups {
+		root.AddGroup(&cobra.Group{ID: g.title, Title: g.title})
+		for _, cmd := range g.commands {
+			cmd.GroupID = g.title
+			root.AddCommand(cmd)
+		}
+	}
 }
 
 // allCommands yields every command below cmd.
@@ -144,6 +173,9 @@ func newHelp(root *cobra.Command) *cobra.Command {
 
 func unknownCommand(root *cobra.Command, name string) error {
 	err := problem.New(problem.InvalidArgument, "unknown command %q", name)
+	if hint := otherCommands[name]; hint != "" && root.Parent() == nil {
+		return err.WithHint("%s", hint)
+	}
 	if near := nearest.Word(name, commandNames(root)); near != "" {
 		return err.WithHint("did you mean `%s %s`?", root.CommandPath(), near)
 	}
@@ -168,6 +200,9 @@ func flagError(cmd *cobra.Command, err error) error {
 		return own
 	}
 	if missing, ok := errors.AsType[*pflag.NotExistError](err); ok {
+		if hint := otherFlags[missing.GetSpecifiedName()]; hint != "" {
+			return problem.New(problem.InvalidArgument, "%s", err.Error()).WithHint("%s", hint)
+		}
 		var names []string
 		cmd.Flags().VisitAll(func(f *pflag.Flag) { names = append(names, f.Name) })
 		if near := nearest.Word(missing.GetSpecifiedName(), names); near != "" {
@@ -199,31 +234,4 @@ func requireArgs(least int, names ...string) cobra.PositionalArgs {
 // commandName returns the command's name without the leading "dpserve", as `dpserve help NAME` accepts it.
 func commandName(cmd *cobra.Command) string {
 	return strings.TrimPrefix(cmd.CommandPath(), program+" ")
-}
-
-func newCompletion(e *env) *cobra.Command {
-	shells := []string{"bash", "zsh", "fish", "powershell"}
-	return &cobra.Command{
-		Use:   "completion bash|zsh|fish|powershell",
-		Short: "shell completion",
-		Long: "completion prints a script for your shell. Load it for one session as above, or write " +
-			"it to your shell's completion folder.",
-		Example:   "  source <(dpserve completion bash)",
-		ValidArgs: shells,
-		Args:      requireArgs(1, "SHELL"),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			root, out := cmd.Root(), e.io.Out
-			switch args[0] {
-			case "bash":
-				return root.GenBashCompletionV2(out, true)
-			case "zsh":
-				return root.GenZshCompletion(out)
-			case "fish":
-				return root.GenFishCompletion(out, true)
-			case "powershell":
-				return root.GenPowerShellCompletionWithDesc(out)
-			}
-			return usageError("completion", "shell %q: wanted %s", args[0], strings.Join(shells, ", "))
-		},
-	}
 }

@@ -57,7 +57,8 @@ code and on the same state as for live requests, and changes nothing. The table 
 it could be picked and if not why, requests in flight of those it may hold, prompt tokens it has cached,
 each term of its score, and the score. ~ marks estimated tokens. --replay shows what a recent request was
 decided on (its prompt blocks, the hits found, the ranks tried, the pick), and what it would get now; the
-ranks' load at that moment is not kept. -o json has every number in full.
+ranks' load at that moment is not kept. Terms that are 0 at every rank have a column only with -o wide; -o
+json has every number in full.
 
 Of an application with prefill and decode ranks, it shows which pair of ranks the request would get, or why
 its decode rank computes the prompt: a table of the pairs that were compared, with each term of their cost in
@@ -190,10 +191,11 @@ func explanationListing(e *env, x *client.Explanation) *listing {
 
 // explanationTable returns a table with a row per rank. Score terms are columns, in the order of the formula.
 func explanationTable(x *client.Explanation, wide bool) *table {
-	var names []string
+	var rows [][]client.Term
 	for i := range x.Ranks {
-		names = addTermNames(names, x.Ranks[i].Terms)
+		rows = append(rows, x.Ranks[i].Terms)
 	}
+	names := termNames(rows, wide)
 	t := &table{head: []string{"RANK", "STATE", "IN-FLIGHT", "HIT"}}
 	if wide {
 		t.head = append(t.head, "BLOCKS", "HOST", "DISK", "KV-USAGE")
@@ -241,14 +243,20 @@ func candidateColor(r *client.RankExplanation) color {
 	return busy
 }
 
-// addTermNames adds the names of terms that are not there yet.
-func addTermNames(names []string, terms []client.Term) []string {
-	for _, t := range terms {
-		if !slices.Contains(names, t.Name) {
-			names = append(names, t.Name)
+// termNames returns the names of the terms of a table's rows, in the order of the formula. A term that is 0
+// in every row says nothing, and gets a column only with -o wide.
+func termNames(rows [][]client.Term, wide bool) []string {
+	var names []string
+	counts := map[string]bool{}
+	for _, terms := range rows {
+		for _, t := range terms {
+			if !slices.Contains(names, t.Name) {
+				names = append(names, t.Name)
+			}
+			counts[t.Name] = counts[t.Name] || t.Value != 0 || wide
 		}
 	}
-	return names
+	return slices.DeleteFunc(names, func(name string) bool { return !counts[name] })
 }
 
 // termHeads returns the headings of the columns of terms.

@@ -16,7 +16,7 @@ import (
 func pairTables(x *client.Explanation, wide bool) []*table {
 	prefills, decodes := explanationTable(x.Pair.PrefillPool, wide), explanationTable(x, wide)
 	prefills.head[0], decodes.head[0] = prefillHead, decodeHead
-	return []*table{pairTable(x.Pair), prefills, decodes}
+	return []*table{pairTable(x.Pair, wide), prefills, decodes}
 }
 
 // Headings of the columns with the ranks of either pool.
@@ -26,11 +26,12 @@ const (
 )
 
 // pairTable returns a table with a row per pair that was compared; the last row is the decode rank alone.
-func pairTable(p *client.PairExplanation) *table {
-	var names []string
+func pairTable(p *client.PairExplanation, wide bool) *table {
+	var rows [][]client.Term
 	for i := range p.Candidates {
-		names = addTermNames(names, p.Candidates[i].Terms)
+		rows = append(rows, p.Candidates[i].Terms)
 	}
+	names := termNames(rows, wide)
 	t := &table{head: append([]string{prefillHead, decodeHead}, termHeads(names)...)}
 	t.head = append(t.head, "COST-MS", "PICK", "WHY-NOT")
 	for i := range p.Candidates {

@@ -63,10 +63,10 @@ func TestPairExplainTables(t *testing.T) {
 	cli.cluster.router.answer = explainedPair()
 	require.Equal(t, 0, cli.run([]string{"route", "explain", "demo", "--prompt", "once"}), cli.stderr())
 	assert.Equal(t, strings.TrimPrefix(`
-PREFILL-RANK  DECODE-RANK  QUEUE  PREFILL  TRANSFER  MEMORY  COST-MS  PICK  WHY-NOT
-0/0           0/0          0      120.5    7.25      -       127.75   <
-0/1           0/0          3      120.5    7.25      -       130.75         not_prewarmed
--             0/0          10     290      -         0       300
+PREFILL-RANK  DECODE-RANK  QUEUE  PREFILL  TRANSFER  COST-MS  PICK  WHY-NOT
+0/0           0/0          0      120.5    7.25      127.75   <
+0/1           0/0          3      120.5    7.25      130.75         not_prewarmed
+-             0/0          10     290      -         300
 
 PREFILL-RANK  STATE  IN-FLIGHT  HIT  QUEUE  SCORE  PICK  WHY-NOT
 0/0           ok     0/8        0    0      0      <

@@ -34,10 +34,14 @@ var otherWords = map[string]string{
 	"file":       "`dpserve up FILE` runs a file",
 }
 
-// arrange changes a command line of serve or up, so that the flag parser can read it. Every other one stays
-// as it is.
+// arrange changes a command line of serve or up, so that the flag parser can read it. Of one that begins with
+// an unknown command only that word is left, so that the error is about it and not about flags behind it.
+// Every other one stays as it is.
 func arrange(root *cobra.Command, args []string) []string {
 	cmd, words, err := root.Find(args)
+	if cmd == root && len(args) > 0 && isUnknown(args[0]) {
+		return args[:1]
+	}
 	if err != nil || cmd.Parent() != root {
 		return args
 	}
@@ -48,6 +52,12 @@ func arrange(root *cobra.Command, args []string) []string {
 		return append([]string{cmd.Name()}, arrangeServe(cmd, words)...)
 	}
 	return args
+}
+
+// isUnknown reports whether a word that names no command of the root is no flag, and none of the commands
+// that cobra adds later.
+func isUnknown(word string) bool {
+	return word != "help" && !strings.HasPrefix(word, "-") && !strings.HasPrefix(word, "__")
 }
 
 // arrangeServe sorts the words of a command line of serve: the parser knows only flags of serve, so flags of

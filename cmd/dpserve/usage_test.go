@@ -3,6 +3,7 @@ package main
 import (
 	"cmp"
 	"errors"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -25,6 +26,17 @@ func TestUsageErrors(t *testing.T) {
 		{
 			"help frobnicate",
 			"dpserve: unknown command \"frobnicate\"\nhint: `dpserve help` lists the commands\n",
+		},
+		{"apply -f a.yaml", "dpserve: unknown command \"apply\"\nhint: `dpserve deploy FILE`\n"},
+		{"route ps", "dpserve: unknown command \"ps\"\nhint: `dpserve help route` lists the commands\n"},
+		{"status --json", "dpserve: unknown flag: --json\nhint: write -o json\n"},
+		{
+			"chat a b c",
+			"dpserve: chat takes MODEL TEXT and nothing more, got \"c\"\nhint: see `dpserve help chat`\n",
+		},
+		{
+			"chat --api-key-env NONE hi",
+			"dpserve: --api-key-env NONE: the variable is empty\nhint: export NONE=KEY\n",
 		},
 		{"deploy", "dpserve: deploy wants FILE\nhint: see `dpserve help deploy`\n"},
 		{
@@ -105,6 +117,41 @@ func TestUsageErrors(t *testing.T) {
 			assert.Equal(t, c.want, cli.stderr())
 			assert.Empty(t, cli.stdout())
 		})
+	}
+}
+
+// Hints for words of other tools name commands that there are, and no such word is a command here.
+func TestOtherWordsNameCommands(t *testing.T) {
+	root := newRoot(newCLI(t).env)
+	named := regexp.MustCompile("`dpserve ([a-z]+)( [a-z]+)?")
+	for _, words := range []map[string]string{otherCommands, otherFlags, otherResources} {
+		for word, hint := range words {
+			for _, m := range named.FindAllStringSubmatch(hint, -1) {
+				if m[1] == "help" {
+					continue
+				}
+				cmd, _, err := root.Find([]string{m[1]})
+				require.NoError(t, err, word)
+				require.NotEqual(t, root, cmd, hint)
+				if cmd.HasSubCommands() && m[2] != "" {
+					assert.Contains(t, commandNames(cmd), strings.TrimSpace(m[2]), hint)
+				}
+			}
+		}
+	}
+	for word := range otherCommands {
+		assert.NotContains(t, commandNames(root), word)
+	}
+	cli := newCLI(t)
+	cli.cluster.down = &client.Error{Code: client.CodeNotFound, Message: "there is no application"}
+	assert.Equal(t, 1, cli.run([]string{"get", "pods"}))
+	assert.Equal(t, "dpserve: there is no application\nhint: "+hintStatus+"\n", cli.stderr())
+}
+
+// Every command stands under a subject in the help.
+func TestCommandsHaveSubjects(t *testing.T) {
+	for _, cmd := range newRoot(newCLI(t).env).Commands() {
+		assert.True(t, cmd.GroupID != "" || !cmd.IsAvailableCommand() || cmd.Name() == "help", cmd.Name())
 	}
 }
 

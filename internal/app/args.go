@@ -288,6 +288,15 @@ func (a *draft) checkReal(arg Arg, path string) {
 	flag, kind := arg.flag(), a.Engine.Kind
 	if known := kind.foreign(flag); known != "" {
 		a.d.warn(path, "engines of kind "+string(kind)+" have no flag --"+flag, "did you mean "+known+"?")
+		return
+	}
+	if len(a.Engine.Command) > 0 || engineflags.Find(string(kind), flag) != engineflags.Unknown {
+		return
+	}
+	// the engine may be newer than the table, so only a word that is near to a flag is worth a warning
+	if near := nearest.Word(flag, engineflags.Names(string(kind))); near != "" {
+		a.d.warn(path, "dpserve knows no flag --"+flag+" of "+string(kind),
+			"did you mean "+strings.ReplaceAll(near, "-", "_")+"?")
 	}
 }
 

@@ -52,10 +52,11 @@ func (c cursor) refuseValue(wanted, hint string) {
 	c.refuse(Fault{Found: c.n.describe(), Wanted: wanted, Hint: hint})
 }
 
-// isMap reports whether the value is a map, and refuses it if not.
-func (c cursor) isMap() bool {
+// isMap reports whether the value is a map, and refuses it if not. of is the type that it is read into, nil
+// for the files of other tools.
+func (c cursor) isMap(of reflect.Type) bool {
 	if c.n.shape != mapShape {
-		c.refuseValue("a map", "")
+		c.refuseValue("a map", c.hintMap(of))
 	}
 	return c.n.shape == mapShape
 }
@@ -63,7 +64,8 @@ func (c cursor) isMap() bool {
 // readStruct reads a map into a struct. Keys that the struct does not have are faults, and so are required
 // keys that are missing. An empty value counts as not written.
 func (c cursor) readStruct(into reflect.Value) {
-	if !c.isMap() {
+	c = c.expand(into.Type())
+	if !c.isMap(into.Type()) {
 		return
 	}
 	keys := c.d.keys(into.Type())
@@ -72,7 +74,7 @@ func (c cursor) readStruct(into reflect.Value) {
 		switch {
 		case k == nil:
 			c.d.fault(e.place, sub.path, Fault{
-				Message: "unknown key " + strconv.Quote(e.key), Hint: suggestKey(e.key, keys),
+				Message: "unknown key " + strconv.Quote(e.key), Hint: c.d.suggestKey(e.key, c.path, keys),
 			})
 		case k.isLater:
 			c.d.fault(e.place, sub.path, notYet(strconv.Quote(e.key)))
@@ -112,7 +114,7 @@ func (c cursor) read(into reflect.Value, k *key) {
 		c.readPairs(into, k.format)
 		return
 	case *side:
-		if c.isMap() {
+		if c.isMap(reflect.TypeFor[side]()) {
 			into.written = &c
 		}
 		return
@@ -224,7 +226,7 @@ func (c cursor) quoteHint() string {
 // each visits the items of a list of at most limit items.
 func (c cursor) each(limit int, visit func(item cursor)) {
 	if c.n.shape != listShape {
-		c.refuseValue("a list", "")
+		c.refuseValue("a list", c.hintList())
 		return
 	}
 	if n := len(c.n.items); n > limit {
@@ -266,7 +268,7 @@ func (c cursor) readDrafts(into *[]*draft) {
 
 // readPairs accepts a map of texts whose keys have the given format.
 func (c cursor) readPairs(into *map[string]string, names *format) {
-	if !c.isMap() {
+	if !c.isMap(reflect.TypeFor[map[string]string]()) {
 		return
 	}
 	out := make(map[string]string, len(c.n.entries))
@@ -287,7 +289,7 @@ func (c cursor) readPairs(into *map[string]string, names *format) {
 var argName = regexp.MustCompile(`^[A-Za-z][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*$`)
 
 func (c cursor) readArgs(into *Args) {
-	if !c.isMap() {
+	if !c.isMap(reflect.TypeFor[Args]()) {
 		return
 	}
 	for _, e := range c.n.entries {
@@ -325,7 +327,7 @@ func (c cursor) askOnOff() {
 
 // readParams reads routing.params. The policy checks them.
 func (c cursor) readParams(into *map[string]any) {
-	if !c.isMap() {
+	if !c.isMap(reflect.TypeFor[map[string]any]()) {
 		return
 	}
 	if v, ok := c.value(); ok {

@@ -193,21 +193,6 @@ func (k *key) reset(field reflect.Value) {
 	}
 }
 
-// suggestKey returns the hint for an unknown key of a map with the given keys.
-func suggestKey(unknown string, keys []key) string {
-	var all, supported []string
-	for i := range keys {
-		all = append(all, keys[i].name)
-		if !keys[i].isLater {
-			supported = append(supported, keys[i].name)
-		}
-	}
-	if meant := didYouMean(unknown, all); meant != "" {
-		return meant
-	}
-	return "the keys here are " + strings.Join(supported, ", ")
-}
-
 func findKey(keys []key, name string) *key {
 	if i := slices.IndexFunc(keys, func(k key) bool { return k.name == name }); i >= 0 {
 		return &keys[i]

@@ -68,7 +68,7 @@ func rayBuilders() map[string][]string {
 }
 
 func (f *rayFile) readApp(c cursor) {
-	if !c.isMap() {
+	if !c.isMap(nil) {
 		return
 	}
 	f.readKeys(nil, c, rayAppKeys(), false)
@@ -95,7 +95,7 @@ func (f *rayFile) readApp(c cursor) {
 		path.refuse(Fault{Message: builder + " needs args", Hint: "write args: {" + keys[0] + ": …}"})
 		return
 	}
-	if !args.isMap() {
+	if !args.isMap(nil) {
 		return
 	}
 	own := rayArgKeys()
@@ -224,7 +224,7 @@ func (f *rayFile) models(args cursor, keys []string) []cursor {
 // open returns a configuration, which may be the path of a file.
 func (f *rayFile) open(c cursor) cursor {
 	if c.n.shape != textShape {
-		c.isMap()
+		c.isMap(nil)
 		return c
 	}
 	if f.d.foreign.Beside == nil {
@@ -254,7 +254,7 @@ func (f *rayFile) open(c cursor) cursor {
 	}
 	root.setFile(c.n.text)
 	out := cursor{f.d, root, ""}
-	out.isMap()
+	out.isMap(nil)
 	return out
 }
 
@@ -275,7 +275,7 @@ func (n *node) setFile(name string) {
 // readKeys reads a map by its table. Unknown keys are faults in a closed map, and warnings in others: Ray
 // Serve drops them without a word.
 func (f *rayFile) readKeys(m *rayModel, c cursor, keys []rayKey, isClosed bool) {
-	if !c.isMap() {
+	if !c.isMap(nil) {
 		return
 	}
 	var names []string

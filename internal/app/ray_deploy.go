@@ -56,7 +56,7 @@ func (m *rayModel) readReplicas(c cursor) {
 // readScaling reads a range as a fixed size. Ray Serve starts independent replicas with the smallest number,
 // and so does dpserve. A range of groups is refused: each of them takes many devices.
 func (m *rayModel) readScaling(c cursor) {
-	if !c.isMap() {
+	if !c.isMap(nil) {
 		return
 	}
 	size := func(key string, otherwise int64) int64 {
@@ -155,7 +155,7 @@ func (m *rayModel) readAcceleratorConfig(c cursor) {
 
 // readPlacement adds up what the bundles of a rank take.
 func (m *rayModel) readPlacement(c cursor) {
-	if !c.isMap() {
+	if !c.isMap(nil) {
 		return
 	}
 	each, bundles := c.sub("bundle_per_worker"), c.sub("bundles")
@@ -167,7 +167,7 @@ func (m *rayModel) readPlacement(c cursor) {
 	}
 	var gpus, cpus float64
 	add := func(bundle cursor, times float64) {
-		if !bundle.isMap() {
+		if !bundle.isMap(nil) {
 			return
 		}
 		for _, e := range bundle.n.entries {
@@ -231,7 +231,7 @@ func (m *rayModel) readLora(c cursor) {
 }
 
 func (m *rayModel) readEnv(c cursor) {
-	if !c.isMap() {
+	if !c.isMap(nil) {
 		return
 	}
 	for _, e := range c.n.entries {
@@ -240,7 +240,7 @@ func (m *rayModel) readEnv(c cursor) {
 			m.unused(item, "dpserve installs nothing: the engine's machine has what it needs")
 			continue
 		}
-		if !item.isMap() {
+		if !item.isMap(nil) {
 			continue
 		}
 		for _, v := range item.n.entries {
@@ -286,7 +286,7 @@ func (m *rayModel) readRouter(c cursor) {
 			m.put(c, policy, textShape, m.own("routing", "policy")...)
 		}},
 		{name: "request_router_kwargs", read: func(m *rayModel, c cursor) {
-			if !c.isMap() {
+			if !c.isMap(nil) {
 				return
 			}
 			for _, e := range c.n.entries {

@@ -165,7 +165,7 @@ func (m *rayModel) readEngine(c cursor) {
 }
 
 func (m *rayModel) readKwargs(c cursor) {
-	if !c.isMap() {
+	if !c.isMap(nil) {
 		return
 	}
 	for _, e := range c.n.entries {

@@ -161,10 +161,16 @@ func takenText(k schemaKey) string {
 	}
 	switch k.of.Kind() {
 	case reflect.Struct, reflect.Map:
+		if short := shortFormOf(k.of); short.isAccepted {
+			return "map, or its `" + short.key + "`"
+		}
 		return "map"
 	case reflect.Slice:
 		if k.of == reflect.TypeFor[Args]() {
 			return "map"
+		}
+		if short := shortFormOf(k.of.Elem()); short.isAccepted {
+			return "list of maps, or of each one's `" + short.key + "`"
 		}
 		return "list"
 	default:
@@ -261,6 +267,10 @@ func valueSchema(t *testing.T, k schemaKey, of reflect.Type, isOverlay bool) obj
 		return object{"type": "object"}
 	case of.Kind() == reflect.Map:
 		return object{"type": "object", "additionalProperties": textSchema(nil)}
+	case of.Kind() == reflect.Struct && shortFormOf(of).isAccepted:
+		s = structSchema(t, of, isOverlay)
+		s["type"] = []any{"object", "string"}
+		return s
 	case of.Kind() == reflect.Struct:
 		return structSchema(t, of, isOverlay)
 	case of.Kind() == reflect.Bool:
@@ -315,7 +325,7 @@ func TestSchemaAcceptsExamples(t *testing.T) {
 	schema := fileSchema(t)
 	files, err := filepath.Glob("../../examples/*/app.yaml")
 	require.NoError(t, err)
-	texts := []string{string(Sample()), "x-any: [1]\n" + one("num_replicas: 1")}
+	texts := []string{string(Sample()), "x-any: [1]\n" + one("num_replicas: 1"), shortText}
 	for _, name := range files {
 		text, err := os.ReadFile(name)
 		require.NoError(t, err)

@@ -113,7 +113,8 @@ func explain(url string, err error) error {
 			WithHint("try: curl %s/v1/models", url)
 	case errors.As(err, &status) && status.Status == http.StatusUnauthorized:
 		return problem.New(problem.Unavailable, "%s asks for an API key, or for another one", url).
-			WithHint("put the key into an environment variable and name it: --engine-api-key-env NAME")
+			WithHint("put the key into an environment variable and name it: --engine-api-key-env NAME; " +
+				"--api-key-env NAME of `bench` and `chat`")
 	case errors.As(err, &status):
 		return problem.New(problem.Unavailable, "%s is no OpenAI-compatible engine: %w", url, err).
 			WithHint("the URL ends before /v1; try: curl %s/v1/models", url)
