@@ -89,16 +89,17 @@ func ParseLogLine(s string) (LogLine, error) {
 type Event struct {
 	Number uint64    `json:"number"` // from 1 per process of the node; a jump means that events were dropped
 	Time   time.Time `json:"time"`
-	Kind   string    `json:"kind"` // unit, node, a status of an application, router-reset
-	App    string    `json:"app,omitempty"`
-	Unit   string    `json:"unit,omitempty"`
-	Node   string    `json:"node,omitempty"` // of kind node
-	Rank   *int      `json:"rank,omitempty"` // the rank that caused it, if one did
-	Epoch  uint64    `json:"epoch,omitempty"`
-	From   string    `json:"from,omitempty"`  // what it was before; empty: nothing, or an earlier leader knew
-	Phase  string    `json:"phase,omitempty"` // what it is now
-	Reason string    `json:"reason,omitempty"`
-	Action string    `json:"action,omitempty"` // what dpserve does because of it
+	// unit, node, a status of an application, router-reset, load-uneven, load-even
+	Kind   string `json:"kind"`
+	App    string `json:"app,omitempty"`
+	Unit   string `json:"unit,omitempty"`
+	Node   string `json:"node,omitempty"` // of kind node
+	Rank   *int   `json:"rank,omitempty"` // the rank that caused it, if one did
+	Epoch  uint64 `json:"epoch,omitempty"`
+	From   string `json:"from,omitempty"`  // what it was before; empty: nothing, or an earlier leader knew
+	Phase  string `json:"phase,omitempty"` // what it is now
+	Reason string `json:"reason,omitempty"`
+	Action string `json:"action,omitempty"` // what dpserve does because of it
 	// Former: an earlier leader saw it. A new leader knows of each unit the last change alone.
 	Former bool `json:"former,omitempty"`
 }

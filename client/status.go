@@ -24,20 +24,22 @@ type AppStatus struct {
 	// the units of the revision are still replaced, or have not been ready for rollout.min_ready_s
 	RollingOut bool `json:"rolling_out,omitempty"`
 	// why the last roll-out ended early; nil: it did not, or the application was deployed again since
-	Halt     *Halt        `json:"halt,omitempty"`
-	Model    string       `json:"model"`
-	Kind     string       `json:"kind"`
-	Coupling string       `json:"coupling"`
-	Policy   string       `json:"policy"`
-	DPSize   int          `json:"dp_size"`
-	Groups   int          `json:"groups"`
-	Desired  int          `json:"desired"` // ranks
-	Ready    int          `json:"ready"`   // ranks
-	Queued   int          `json:"queued"`  // requests in this node's FIFO
-	Identity string       `json:"identity,omitempty"`
-	Index    *Index       `json:"index,omitempty"` // of this node's ingress; nil: the policy reads none
-	PD       *PDStatus    `json:"pd,omitempty"`    // nil: the application has one pool
-	Units    []UnitStatus `json:"units"`
+	Halt     *Halt     `json:"halt,omitempty"`
+	Model    string    `json:"model"`
+	Kind     string    `json:"kind"`
+	Coupling string    `json:"coupling"`
+	Policy   string    `json:"policy"`
+	DPSize   int       `json:"dp_size"`
+	Groups   int       `json:"groups"`
+	Desired  int       `json:"desired"` // ranks
+	Ready    int       `json:"ready"`   // ranks
+	Queued   int       `json:"queued"`  // requests in this node's FIFO
+	Identity string    `json:"identity,omitempty"`
+	Index    *Index    `json:"index,omitempty"` // of this node's ingress; nil: the policy reads none
+	PD       *PDStatus `json:"pd,omitempty"`    // nil: the application has one pool
+	// the pools whose ranks are loaded unevenly, now or in the last minute
+	Imbalances []Imbalance  `json:"imbalances,omitempty"`
+	Units      []UnitStatus `json:"units"`
 	// of an application with prefill and decode ranks: its two pools, prefill first. Units has the units of
 	// both
 	Pools []PoolStatus `json:"pools,omitempty"`
@@ -104,6 +106,8 @@ func (a *AppStatus) OfPool(name string) (AppStatus, bool) {
 	out.Name, out.Status, out.Policy, out.Coupling = p.Name, p.Status, p.Policy, p.Coupling
 	out.DPSize, out.Groups, out.Ready, out.Desired, out.Pools = p.DPSize, p.Groups, p.Ready, p.Desired, nil
 	out.PD = nil
+	out.Imbalances = slices.DeleteFunc(slices.Clone(a.Imbalances),
+		func(i Imbalance) bool { return i.Pool != name })
 	out.Units = slices.DeleteFunc(slices.Clone(a.Units), func(u UnitStatus) bool { return u.Pool != p.Pool })
 	var lines []string
 	for line := range strings.Lines(a.Message) {
@@ -190,6 +194,7 @@ type RankStatus struct {
 	URL         string  `json:"url,omitempty"`
 	MaxOngoing  int     `json:"max_ongoing,omitempty"`
 	InFlight    int     `json:"in_flight"`
+	OpenTokens  int     `json:"open_tokens"`        // prompt and generated tokens of those requests
 	Requests    uint64  `json:"requests"`           // ended tickets
 	Tokens      uint64  `json:"tokens"`             // generated
 	TokensPerS  float64 `json:"tokens_per_s"`       // over the last 10 s

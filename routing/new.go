@@ -101,6 +101,15 @@ func DefaultName(isLockstep bool) string {
 	return nameMex
 }
 
+// BalancingNames lists the policies that compare how many tokens the ranks have in flight, the default first.
+// They keep away from a rank with one long request, which those that count requests take for an idle one.
+func BalancingNames(isLockstep bool) []string {
+	if isLockstep {
+		return []string{nameCohorts}
+	}
+	return []string{nameMex, nameKV, nameLeastKV, nameScoring}
+}
+
 // GroupFitOf is how the policy called name suits lockstep groups; one that does not exist is slow for them.
 func GroupFitOf(name string) GroupFit {
 	row, err := find(name)

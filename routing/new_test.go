@@ -179,3 +179,33 @@ func TestNewRefuses(t *testing.T) {
 		})
 	}
 }
+
+// TestBalancingNames: of two ranks with two requests each, long ones and short ones, the policies of the list
+// take the rank with the short ones. Every other policy for independent ranks takes the other one too.
+func TestBalancingNames(t *testing.T) {
+	assert.Equal(t, []string{DefaultName(true)}, BalancingNames(true))
+	var balancing []string
+	for _, name := range Names() {
+		if GroupFitOf(name) == ForGroupsOnly {
+			continue
+		}
+		takesLong := false
+		for seed := range uint64(20) {
+			r := NewRouter(newPolicy(t, name), seed)
+			for i, tokens := range []int{100_000, 1000} {
+				e := up(ID(0, i), 64)
+				for k := range uint64(2) {
+					open := Open{ReqID: 10*k + uint64(i), Tokens: tokens, Decoding: true}
+					e.Snapshot = append(e.Snapshot, open)
+				}
+				r.Observe(e)
+			}
+			d, _ := r.Why(&Request{ID: 1 + seed, Tokens: 100})
+			takesLong = takesLong || d.Kind != Route || d.Ranked[0] != ID(0, 1)
+		}
+		if !takesLong {
+			balancing = append(balancing, name)
+		}
+	}
+	assert.ElementsMatch(t, balancing, BalancingNames(false))
+}

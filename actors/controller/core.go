@@ -30,13 +30,14 @@ type Core struct {
 	peers     map[string]*peer // by node
 	leases    *state.Leases
 	avoided   avoidances
-	waiting   []msg.Waiting // units without room after the last reconcile; replaced, never changed
-	ledSince  time.Time     // when the first state after the barrier arrived
-	lastStep  time.Time     // time of the last step
-	blamedAt  time.Time     // when this leader last took a silence for its own fault
-	movesWait bool          // moveOffDraining waits for answers of the RankAssigner
-	changes   uint64        // counts the inputs that may change what finds room
-	noChange  bool          // nothing has changed in this step
+	balances  map[poolID]*balance // of pools with a ready rank
+	waiting   []msg.Waiting       // units without room after the last reconcile; replaced, never changed
+	ledSince  time.Time           // when the first state after the barrier arrived
+	lastStep  time.Time           // time of the last step
+	blamedAt  time.Time           // when this leader last took a silence for its own fault
+	movesWait bool                // moveOffDraining waits for answers of the RankAssigner
+	changes   uint64              // counts the inputs that may change what finds room
+	noChange  bool                // nothing has changed in this step
 	out       []Effect
 }
 
@@ -46,6 +47,7 @@ func NewCore(t Timers) *Core {
 	return &Core{
 		timers: t, apps: map[string]*application{}, units: map[string]*unit{}, peers: map[string]*peer{},
 		leases: state.NewLeases(t.LeaseTTL, t.Regrant-t.LeaseTTL), avoided: avoidances{},
+		balances: map[poolID]*balance{},
 	}
 }
 

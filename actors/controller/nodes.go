@@ -446,6 +446,7 @@ func (c *Core) renew(now time.Time, r *msg.NodeReport) RenewEffect {
 	c.noChange = c.noChange && !p.changed
 	c.leases.Seen(n.ID, now)
 	c.keepGrants(now, r)
+	c.noteLoads(now, r.Loads)
 	out.Lease = msg.Lease{TTL: c.timers.LeaseTTL, Acked: ackedEvent(r), Index: c.state.Index}
 	if slices.Contains(r.Node.Roles, state.RoleIngress) {
 		out.Lease.Waiting = c.waiting

@@ -66,6 +66,7 @@ func (c view) appStatus(a *application, unreachable map[string]string) client.Ap
 	if len(s.Pools) == 1 { // it has no name of its own
 		s.Pools = nil
 	}
+	s.Imbalances = c.imbalances(a)
 	s.Message = joinMessage(slices.Concat(missing, c.messageLines(a), c.avoidedLines(a)))
 	return s
 }

@@ -56,6 +56,8 @@ type account struct {
 	// ended tickets for re-use: after warm-up an admission allocates only the watch of its context
 	free   []*ticket
 	weight int // sequences of all tickets
+	// prompt tokens and generated tokens of all tickets
+	tokens int
 	// prompt tokens of requests without a first token: the most prefill that may be ahead
 	prefillTokens int
 	// prompt tokens of requests whose prefill is over, seen or predicted: a prefill rank holds them until a
@@ -79,6 +81,7 @@ func (a *account) add(id uint64, req msg.OpenRequest, weight int, stopCtx func()
 	*t = ticket{req: req, weight: weight, stopWatch: stopCtx}
 	a.tickets[id] = t
 	a.weight += weight
+	a.tokens += req.Tokens
 	a.prefillTokens += req.Tokens
 	a.uncachedWork += t.uncachedTokens()
 	return t
@@ -112,6 +115,12 @@ func (a *account) addPrefillTime(t *ticket, d time.Duration) {
 	a.prefillSum += d
 }
 
+// addOutput notes how many tokens a request has generated so far.
+func (a *account) addOutput(t *ticket, out int) {
+	a.tokens += out - t.req.Out
+	t.req.Out = out
+}
+
 // remove takes a ticket off the account. It returns nil if the ticket is unknown: it lapsed, or belongs to an
 // earlier incarnation. The caller recycles it.
 func (a *account) remove(id uint64) *ticket {
@@ -121,6 +130,7 @@ func (a *account) remove(id uint64) *ticket {
 	}
 	delete(a.tickets, id)
 	a.weight -= t.weight
+	a.tokens -= t.req.Tokens + t.req.Out
 	if !t.hasFirstToken() {
 		a.prefillTokens -= t.req.Tokens
 	}

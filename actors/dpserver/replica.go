@@ -462,7 +462,8 @@ func (r *replica) recordProgress(m *msg.Progress) {
 	}
 	now := time.Now()
 	r.stats.addGenerated(now, m.Out-t.req.Out)
-	t.req.Out, t.lastAt = m.Out, now
+	r.account.addOutput(t, m.Out)
+	t.lastAt = now
 	r.emitRequestRecord(msg.RecProgress, &t.req, "", now)
 }
 

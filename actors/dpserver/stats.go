@@ -20,6 +20,7 @@ const (
 type stats struct {
 	mu          sync.Mutex
 	open        int
+	openTokens  int // prompt and generated tokens of open requests
 	prefill     int // prompt tokens of open requests without a first token
 	maxOngoing  int
 	incarnation uint64
@@ -128,7 +129,7 @@ func (s *stats) setState(maxOngoing int, incarnation uint64, ejected bool, away 
 func (s *stats) setOpen(a *account) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.open, s.prefill = a.openCount(), a.prefillTokens
+	s.open, s.openTokens, s.prefill = a.openCount(), a.tokens, a.prefillTokens
 }
 
 func (s *stats) openPrefill() int {
@@ -170,8 +171,8 @@ func (s *stats) addTokens(now time.Time, tokens int) {
 func (s *stats) status(now time.Time) client.RankStatus {
 	s.mu.Lock()
 	st := client.RankStatus{
-		MaxOngoing: s.maxOngoing, InFlight: s.open, Requests: s.requests, Tokens: s.tokens,
-		TokensPerS:   s.rate(now),
+		MaxOngoing: s.maxOngoing, InFlight: s.open, OpenTokens: s.openTokens, Requests: s.requests,
+		Tokens: s.tokens, TokensPerS: s.rate(now),
 		PromptTokens: s.hits.prompt, CachedTokens: s.hits.cached, HitRate: s.hits.rate(), Ejected: s.ejected,
 		Away: s.away, Adapters: s.adapters,
 	}

@@ -255,11 +255,20 @@ type NodeReport struct {
 	Events       []UnitEvent // not yet acknowledged, by Number
 	// the newest event of every unit of the node, acknowledged or not: a new leader learns from these
 	Units []UnitEvent
+	// of every rank that is ready
+	Loads []RankLoad
+}
+
+// RankLoad is the load of one rank: prompt and generated tokens of its open requests.
+type RankLoad struct {
+	Unit   string
+	Rank   int
+	Tokens int
 }
 
 // Bounds of a report.
 const (
-	maxEvents       = 64 << 10  // events, or units
+	maxEvents       = 64 << 10  // events, units or ranks
 	maxNodeRecord   = 64 << 10  // bytes of the node's record as JSON
 	maxRoles        = 8         // there are three
 	maxRestartGrace = time.Hour // a node that is silent for longer has not been restarted
@@ -270,8 +279,16 @@ func (r *NodeReport) Validate() error {
 	cut(&r.Trouble)
 	r.RestartGrace = min(max(0, r.RestartGrace), maxRestartGrace)
 	if err := cmp.Or(ValidateNode(&r.Node), checkBounds(len(r.Events) <= maxEvents, "events"),
-		checkBounds(len(r.Units) <= maxEvents, "units")); err != nil {
+		checkBounds(len(r.Units) <= maxEvents, "units"),
+		checkBounds(len(r.Loads) <= maxEvents, "loads")); err != nil {
 		return err
+	}
+	for i := range r.Loads {
+		l := &r.Loads[i]
+		l.Tokens = max(0, l.Tokens)
+		if err := cmp.Or(checkName(l.Unit, "unit"), checkBounds(l.Rank >= 0, "rank")); err != nil {
+			return err
+		}
 	}
 	for _, list := range [][]UnitEvent{r.Events, r.Units} {
 		for i := range list {

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/state"
 )
 
 // renewPatience is the deadline of one renewal, as a part of lease_renew: 1 s of 2 s.
@@ -100,7 +101,7 @@ func (k *leaseKeeper) renew(ctx context.Context) {
 	sent := report.Wall
 	report.Node, report.Index = n.cfg.Self(), n.cfg.Store.State().Index
 	report.Node.Resources.Taken = n.taken.list(ctx, &n.cfg)
-	report.Trouble = n.trouble()
+	report.Trouble, report.Loads = n.trouble(), k.loads()
 	limit, cancel := context.WithTimeout(ctx, n.timers.LeaseRenew/renewPatience)
 	defer cancel()
 	granted, err := n.cfg.Leader.Renew(limit, report)
@@ -121,6 +122,25 @@ func (k *leaseKeeper) renew(ctx context.Context) {
 		k.warned = false
 		n.log.Info("the node's lease is renewed again", slog.String("leader", granted.Leader))
 	}
+}
+
+// loads returns the load of every rank of this node that is ready.
+func (k *leaseKeeper) loads() []msg.RankLoad {
+	var out []msg.RankLoad
+	for _, u := range k.n.list() {
+		k.n.mu.Lock()
+		ranks, phase := u.ranks, u.life.Phase
+		k.n.mu.Unlock()
+		if phase != state.Ready {
+			continue
+		}
+		for _, r := range ranks {
+			out = append(out, msg.RankLoad{
+				Unit: u.m.Unit, Rank: r.grant.Rank, Tokens: r.replica.Status().OpenTokens,
+			})
+		}
+	}
+	return out
 }
 
 // ended takes the end of a renewal; nil: it failed. undecided says that found units wait for a decision,

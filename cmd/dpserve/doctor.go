@@ -36,8 +36,8 @@ func newDoctor(e *env) *cobra.Command {
 clock, ports, the range of engine ports, limits of open files, /dev/shm, data dir and disk, certificate,
 engines that outlived their dpserve, and devices. Give it the flags that "dpserve start" gets. With FILE it
 also looks at the engines and models that an app.yaml names: program, version, config and weights. If a node
-answers at --addr, it looks at the cluster: clocks and states of the nodes, KV block sizes, and KV events
-that do not come.
+answers at --addr, it looks at the cluster: clocks and states of the nodes, KV block sizes, KV events that do
+not come, and ranks with much more load than others.
 
 Each line is ok, warn or FAIL, the check, and what was found; a hint under it says what to do. The exit code
 is 1 if anything fails. It changes nothing; the one file that it writes into the data dir to time a synced

@@ -364,6 +364,10 @@ func TestStatusShowsCaches(t *testing.T) {
 	silent := client.EventStatus{State: client.EventsSilent, SilentFor: 34.4, Dropped: 2}
 	rank(1).KV = &client.KVStatus{Events: &silent}
 	rank(2).KV = &client.KVStatus{Note: "prefix caching is off"}
+	a.Imbalances = []client.Imbalance{{
+		Pool: "demo", MaxMean: 2.5, Mean: 40_000, Policy: "power-of-two", Policies: []string{"mex"},
+		Ranks: []client.RankLoad{{Rank: "demo/0/0", Tokens: 100_000}},
+	}}
 	cli := newCLI(t)
 	cli.cluster.script = [][]client.AppStatus{{a}}
 	require.Equal(t, 0, cli.run([]string{"status"}))
@@ -372,14 +376,16 @@ func TestStatusShowsCaches(t *testing.T) {
 	assert.True(t, strings.HasSuffix(lines[4], "0         87.5"), lines[4])
 	assert.True(t, strings.HasSuffix(lines[5], "0         -"), lines[5])
 	assert.Equal(t, []string{
-		"", "demo/0/1: KV events silent for 34 s under traffic; 2 KV events dropped",
+		"", "demo: uneven load, max/mean 2.5: demo/0/0 (100000 tokens); the mean of its ranks is 40000 " +
+			"tokens in flight; policy mex would balance it",
+		"demo/0/1: KV events silent for 34 s under traffic; 2 KV events dropped",
 		"demo/0/2: prefix caching is off",
 		"next: `dpserve doctor`: no KV events come from demo/0/1 while requests complete", "",
 	}, lines[7:])
 
 	require.Equal(t, 0, cli.run([]string{"status", "-o", "wide"}))
 	assert.Contains(t, cli.stdout(),
-		"\n\ndemo: index 7 blocks, 1.0 MiB of 512.0 MiB; identity text\ndemo/0/1: KV events silent")
+		"\n\ndemo: index 7 blocks, 1.0 MiB of 512.0 MiB; identity text\ndemo: uneven load")
 }
 
 // Numbers of very different size fit one column.

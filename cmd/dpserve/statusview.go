@@ -443,10 +443,17 @@ func indexNotes(apps []client.AppStatus) []string {
 	return out
 }
 
-// statusNotes returns the lines under the tables of status: how the two pools of an application work
-// together, which ranks have its adapters, and the problems of each rank's KV cache and KV events.
+// statusNotes returns the lines under the tables of status: which ranks have too much of the load, how the
+// two pools of an application work together, which ranks have its adapters, and the problems of each rank's
+// KV cache and KV events.
 func statusNotes(apps []client.AppStatus) []string {
-	out := slices.Concat(pairNotes(apps), adapterNotes(apps))
+	var out []string
+	for i := range apps {
+		for _, im := range apps[i].Imbalances {
+			out = append(out, im.Pool+": "+im.String())
+		}
+	}
+	out = slices.Concat(out, pairNotes(apps), adapterNotes(apps))
 	for r := range allRanks(apps) {
 		if kv := r.rank.KV; kv != nil {
 			if text := describeKVProblems(kv); text != "" {

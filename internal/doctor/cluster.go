@@ -170,6 +170,25 @@ func judgeEvents(out *findings, a *client.AppStatus, name string, rank *client.R
 	}
 }
 
+// checkBalance looks for ranks with much more load than the others of their pool.
+func checkBalance(f *Facts) []Finding {
+	out := &findings{check: "balance"}
+	if f.Cluster == nil || len(f.Cluster.Apps) == 0 {
+		return nil
+	}
+	for i := range f.Cluster.Apps {
+		for _, im := range f.Cluster.Apps[i].Imbalances {
+			hint := "`dpserve route explain` shows what outweighs the load; docs/routing.md has the policies"
+			if len(im.Policies) > 0 {
+				hint = "write routing: {policy: " + im.Policies[0] + "} into the file of " + im.Pool +
+					" and deploy it; no engine restarts"
+			}
+			out.warn(hint, "%s: %s", im.Pool, &im)
+		}
+	}
+	return out.orOK("no rank has much more load than the others of its pool")
+}
+
 // ranksOf yields the ranks of an application with their names, APP/GROUP/RANK. Of a rank of a pool, APP is
 // the name of the pool.
 func ranksOf(a *client.AppStatus) func(func(string, *client.RankStatus) bool) {

@@ -65,6 +65,7 @@ func Examine(f *Facts) []Finding {
 	checks := []func(*Facts) []Finding{
 		checkClock, checkPorts, checkEnginePorts, checkFiles, checkShared, checkDataDir, checkCertificate,
 		checkLeftovers, checkDevices, checkEngines, checkModels, checkNodes, checkBlockSizes, checkEvents,
+		checkBalance,
 	}
 	var out []Finding
 	for _, check := range checks {

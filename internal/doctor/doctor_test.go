@@ -62,6 +62,13 @@ func soundHost() *Facts {
 }
 
 // runningApp returns an application of two ranks whose KV events are followed.
+func uneven(policies ...string) client.Imbalance {
+	return client.Imbalance{
+		Pool: "chat", MaxMean: 1.915, Mean: 47, Ranks: []client.RankLoad{{Rank: "chat/0/1", Tokens: 90}},
+		Policy: "mex", Policies: policies,
+	}
+}
+
 func runningApp() client.AppStatus {
 	rank := func(n int) client.UnitStatus {
 		return client.UnitStatus{
@@ -91,7 +98,7 @@ func TestASoundHostHasNoFault(t *testing.T) {
 	}
 	assert.Equal(t, []string{
 		"clock", "ports", "engine-ports", "files", "shm", "data-dir", "disk", "certificate", "leftovers",
-		"devices", "engine", "engine", "model", "node", "block-size", "kv-events",
+		"devices", "engine", "engine", "model", "node", "block-size", "kv-events", "balance",
 	}, checks)
 }
 
@@ -415,6 +422,16 @@ func TestFaults(t *testing.T) {
 		"events that make no sense": {
 			func(f *Facts) { f.Cluster.Apps[0].Units[1].Ranks[0].KV.Events.Dropped = 3 },
 			Warn, "kv-events", "3 KV events were dropped", "`dpserve status -o json`",
+		},
+		"uneven load": {
+			func(f *Facts) { f.Cluster.Apps[0].Imbalances = []client.Imbalance{uneven("mex", "kv")} },
+			Warn, "balance", "chat: uneven load, max/mean 1.9: chat/0/1 (90 tokens); the mean of its " +
+				"ranks is 47 tokens in flight; policy mex or kv would balance it",
+			"write routing: {policy: mex} into the file of chat",
+		},
+		"uneven load under a policy that knows it": {
+			func(f *Facts) { f.Cluster.Apps[0].Imbalances = []client.Imbalance{uneven()} },
+			Warn, "balance", "its policy mex knows this load", "`dpserve route explain`",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
