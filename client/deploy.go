@@ -95,6 +95,8 @@ type Plan struct {
 type AppPlan struct {
 	Change
 	Units []UnitPlan `json:"units,omitempty"`
+	// of a pool that gains little from data parallelism: why, and what to write instead
+	Advice []string `json:"advice,omitempty"`
 }
 
 // UnitPlan is the plan for one unit: create, restart, delete, or unchanged with its present seats.

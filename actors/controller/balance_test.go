@@ -40,7 +40,8 @@ func TestImbalanceBeginsAndEnds(t *testing.T) {
 		"one that ends, and all are idle":  {after(120, long, idle), [2]int{20, 30}, [2]int{150, 180}},
 		"one much longer": {
 			after(120, func(int) []int { return []int{0, 0, 0, 4_000_000} }, idle),
-			[2]int{20, 30}, [2]int{150, 180},
+			[2]int{20, 30},
+			[2]int{150, 180},
 		},
 		"a long request of some seconds": {loads: after(100, even, after(106, long, even))},
 		"few tokens":                     {loads: func(int) []int { return []int{16_000, 0, 0, 0} }},

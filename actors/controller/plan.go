@@ -37,6 +37,11 @@ func (d *dryRun) plan() client.Plan {
 		out := client.AppPlan{Change: change}
 		a := d.deployed[change.App]
 		if a != nil {
+			for _, pool := range a.pools {
+				for _, text := range app.Advise(pool) {
+					out.Advice = append(out.Advice, pool.PoolName()+": "+text)
+				}
+			}
 			was := d.stored(a.name)
 			for i := range a.units {
 				out.Units = append(out.Units, p.planUnit(was, a, &a.units[i]))

@@ -192,6 +192,8 @@ func TestPartialDeployStartsWhatFits(t *testing.T) {
 		p, err := r.Plan(apps, false)
 		require.NoError(t, err)
 		assert.False(t, p.Fits)
+		require.Len(t, p.Apps[0].Advice, 1)
+		assert.Contains(t, p.Apps[0].Advice[0], "moe: its ranks wait for the slowest one")
 		_, _, err = r.Deploy(t.Context(), Deployment{Apps: apps, Partial: true})
 		require.NoError(t, err)
 		synctest.Wait()

@@ -31,7 +31,8 @@ func newPlan(e *env) *cobra.Command {
 		Short: "show what deploy would do, and where every rank would go",
 		Long: `plan asks the cluster what a deploy of FILE would do, on which node each rank would run, what
 that takes of each node, and why something finds no place. It changes nothing. What cannot be placed ends it
-with exit code 5. With --revision it says the same of a rollback of APP to that revision.
+with exit code 5. A line of advice names an application that gains little from data parallelism. With
+--revision it says the same of a rollback of APP to that revision.
 
   + create        the application, or the unit, is new
   ~ update        it changes, and no rank that runs is touched
@@ -151,6 +152,13 @@ func planListing(p *client.Plan, file *appFile) *listing {
 					fmt.Sprintf("dpserve deploy %s --revision %d", file.name, p.Revision)),
 			})
 	}
+	var advice []string
+	for i := range p.Apps {
+		for _, text := range p.Apps[i].Advice {
+			advice = append(advice, "advice: "+text)
+		}
+	}
+	l.notes = append(advice, l.notes...)
 	return l
 }
 

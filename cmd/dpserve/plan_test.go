@@ -216,6 +216,21 @@ func TestPlanJSON(t *testing.T) {
 	assert.Equal(t, "restart", doc.Apps[2]["units"].([]any)[0].(map[string]any)["effect"])
 }
 
+// CC15: plan prints the advice under its tables and has it in its JSON; its exit codes stay.
+func TestPlanAdvises(t *testing.T) {
+	unchanged := client.Plan{Fits: true, Apps: []client.AppPlan{{Change: client.Change{App: "demo"}}}}
+	unfit := client.Plan{Changes: true, Apps: []client.AppPlan{{Change: client.Change{App: "demo"}}}}
+	for code, p := range map[int]client.Plan{0: unchanged, 3: somePlan(), 5: unfit} {
+		p.Apps[0].Advice = []string{"demo: its one rank"}
+		c := newCLI(t)
+		c.cluster.nodes.plan = p
+		assert.Equal(t, code, c.run([]string{"plan", file(t, tiny), "--exit-code"}), c.stderr())
+		assert.Contains(t, c.stdout(), "advice: demo: its one rank\n")
+		assert.Equal(t, code, c.run([]string{"plan", file(t, tiny), "--exit-code", "-o", "json"}))
+		assert.Regexp(t, `"advice": \[\s+"demo: its one rank"`, c.stdout())
+	}
+}
+
 func TestJoinSome(t *testing.T) {
 	assert.Equal(t, "a, b, c", joinSome([]string{"a", "b", "c"}))
 	assert.Equal(t, "a, b, c and 2 more", joinSome([]string{"a", "b", "c", "d", "e"}))

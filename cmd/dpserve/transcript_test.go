@@ -230,10 +230,11 @@ func updateOutput(t *testing.T, b *block, old []string, stdout string) {
 // runClusterPage runs the transcripts of docs/cluster.md on three nodes of this machine.
 func runClusterPage(t *testing.T, blocks []block) {
 	t.Helper()
-	const lockstep = "applications: [{name: moe, model: {id: moe}, engine: {kind: sim}, " +
+	const experts = "engine: {kind: sim, args: {enable_expert_parallel: true}}, "
+	const lockstep = "applications: [{name: moe, model: {id: moe}, " + experts +
 		"data_parallel: {dp_size: 8, coupling: lockstep}, placement_group_strategy: PACK}]\n"
-	const big = "applications: [{name: big, model: {id: big}, engine: {kind: sim}, num_groups: 2, " +
-		"data_parallel: {dp_size: 4, coupling: lockstep}}]\n"
+	const big = "applications: [{name: big, model: {id: big}, " + experts +
+		"num_groups: 2, data_parallel: {dp_size: 4, coupling: lockstep}}]\n"
 	runTranscript(t, blocks, map[string]string{"moe.yaml": lockstep, "big.yaml": big})
 }
 
