@@ -6,6 +6,7 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"os/exec"
 	"path"
 	"path/filepath"
 	"regexp"
@@ -86,6 +87,23 @@ func TestPageHasNoMarkupOfOthers(t *testing.T) {
 		}
 	}
 	assert.Less(t, sizes, 200_000)
+}
+
+// parseScripts is a program of Node.js that parses the modules in a folder.
+const parseScripts = `const fs = require("fs"), vm = require("vm"), folder = process.argv[1];
+for (const f of fs.readdirSync(folder).filter(f => f.endsWith(".js"))) {
+	new vm.SourceTextModule(fs.readFileSync(folder + "/" + f, "utf8"), { identifier: f });
+}`
+
+// TestPageScriptsParse: the scripts have no fault of syntax. The browser runs them in make test-page.
+func TestPageScriptsParse(t *testing.T) {
+	node, err := exec.LookPath("node")
+	if err != nil {
+		t.Skip("there is no Node.js here")
+	}
+	out, err := exec.CommandContext(t.Context(), node, "--no-warnings", "--experimental-vm-modules", "-e",
+		parseScripts, "page").CombinedOutput()
+	require.NoError(t, err, string(out))
 }
 
 // feedReader reads the snapshots of an open feed.

@@ -103,6 +103,6 @@ function drawTerms(table, list, before, after, key) {
     hint: list.map((item) => valueOf(item, name)?.unit).find(Boolean),
   }));
   const total = { title: after.title, num: true, cell: (item) => number(after.of(item), digits) };
-  const why = { title: "Why""", cls: "long", cell: (item) => (item.picked ? "picked" : item.why ?? "") };
+  const why = { title: "Why", cls: "long", cell: (item) => (item.picked ? "picked" : item.why ?? "") };
   new Table(table, [...before, ...columns, total, why], { key, row: (item) => (item.picked ? "picked" : "") }).show(list);
 }
