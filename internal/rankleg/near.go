@@ -199,30 +199,28 @@ func (n *Near) askEngine(ctx context.Context, q *Request) (*http.Response, error
 }
 
 // addressed returns header and body for the engine. An engine that hosts several ranks behind one URL is told
-// which of them has granted the ticket, whether Ask or the caller got it.
+// which of them has granted the ticket, whether Ask or the caller got it. SGLang reads the number for its own
+// route from the body alone.
 func (q *Request) addressed() (http.Header, []byte) {
-	if q.Admit == nil && !q.IsHeld {
+	by := q.Rank.Target.Addressing
+	if q.Admit == nil && !q.IsHeld || by != "header" && by != "body" {
 		return q.Header, q.Body
 	}
-	number := strconv.Itoa(q.Rank.Target.Selector)
-	switch q.Rank.Target.Addressing {
-	case "header":
-		h := make(http.Header, len(q.Header)+1) // an earlier attempt may still read the shared one
-		maps.Copy(h, q.Header)
-		h[headerRank] = []string{number}
-		return h, q.Body
-	case "body":
-		if q.Rest != nil { // the end is not here; the beginning has other members
-			i := bytes.IndexByte(q.Body, '{') + 1
-			return q.Header, slices.Concat(q.Body[:i], []byte(`"routed_dp_rank":`+number+","), q.Body[i:])
-		}
-		if q.IsPlain {
-			return q.Header, q.Body
-		}
-		return q.Header, openai.AppendField(nil, q.Body, "routed_dp_rank", []byte(number))
-	default:
-		return q.Header, q.Body
+	header, body, number := q.Header, q.Body, strconv.Itoa(q.Rank.Target.Selector)
+	if by == "header" {
+		header = make(http.Header, len(q.Header)+1) // an earlier attempt may still read the shared one
+		maps.Copy(header, q.Header)
+		header[headerRank] = []string{number}
 	}
+	switch {
+	case by == "header" && q.Route != openai.Generate:
+	case q.Rest != nil: // the end is not here; the beginning has other members
+		i := bytes.IndexByte(q.Body, '{') + 1
+		body = slices.Concat(q.Body[:i], []byte(`"routed_dp_rank":`+number+","), q.Body[i:])
+	case !q.IsPlain:
+		body = openai.AppendField(nil, q.Body, "routed_dp_rank", []byte(number))
+	}
+	return header, body
 }
 
 // leasedBody is an answer that ends when its node loses its lease: a node that was suspended must not

@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/dpserve/dpserve/actors/msg"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/enginehttp"
 )
 
@@ -75,5 +76,31 @@ func TestRestOfABody(t *testing.T) {
 		require.ErrorContains(t, err, "client gone")
 		require.Error(t, (<-got).err, "the engine gets no whole request")
 		require.ErrorIs(t, err, enginehttp.ErrRest)
+	}
+}
+
+// An engine with several ranks hears which of them is meant in a header, in the body, or for SGLang's own
+// route in both.
+func TestTheRankIsNamed(t *testing.T) {
+	for _, test := range []struct {
+		by           string
+		route        openai.Route
+		isPlain      bool
+		header, body string
+	}{
+		{"header", openai.Completions, false, "3", `{"a":1}`},
+		{"header", openai.Generate, false, "3", `{"a":1,"routed_dp_rank":3}`},
+		{"body", openai.Completions, false, "", `{"a":1,"routed_dp_rank":3}`},
+		{"body", openai.Transcriptions, true, "", `{"a":1}`},
+		{"url", openai.Generate, false, "", `{"a":1}`},
+	} {
+		q := &Request{
+			Route: test.route, Body: []byte(`{"a":1}`), IsPlain: test.isPlain, Header: http.Header{},
+			IsHeld: true, Rank: &Rank{Target: msg.Target{Addressing: test.by, Selector: 3}},
+		}
+		header, body := q.addressed()
+		assert.Equal(t, test.header, header.Get("X-Data-Parallel-Rank"), test)
+		assert.Equal(t, test.body, string(body), test)
+		assert.Empty(t, q.Header, "other attempts read it")
 	}
 }
