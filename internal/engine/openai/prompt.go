@@ -25,7 +25,7 @@ func templated(key []byte) bool {
 // /tokenize.
 func isBeside(key, value []byte) bool {
 	switch string(key) {
-	case "documents", "reasoning_effort", "truncate_prompt_tokens":
+	case "documents", "reasoning_effort", "truncate_prompt_tokens", "image_data", "video_data", "audio_data":
 		return value[0] != 'n'
 	case "tool_choice":
 		return string(value) == `"none"` // the template may leave the tools out of the prompt
@@ -165,8 +165,11 @@ func (b *Body) TokenizeBody(dst, body []byte) []byte {
 	if b.HasModel {
 		dst = append(append(append(dst, `"model":`...), body[b.rawModel.Start:b.rawModel.End]...), ',')
 	}
-	dst = AppendString(dst, routes[b.route].prompts[0])
-	dst = append(append(dst, ':'), body[b.first.Start:b.first.End]...)
+	name := routes[b.route].prompts[0]
+	if b.route == Generate {
+		name = "prompt"
+	}
+	dst = append(append(AppendString(dst, name), ':'), body[b.first.Start:b.first.End]...)
 	for _, m := range b.template {
 		dst = append(append(dst, ','), body[m.Start:m.End]...)
 	}
@@ -176,7 +179,7 @@ func (b *Body) TokenizeBody(dst, body []byte) []byte {
 // TokenizeKey is a hash of the body that TokenizeBody appends: equal requests have equal keys. hi and lo are
 // 0 if there is no prompt, or if /tokenize would not return the prompt's tokens.
 func (b *Body) TokenizeKey(body []byte, seed uint64) (hi, lo uint64) {
-	if b.first.End == 0 || len(b.Beside) > 0 || !b.route.IsBasic() {
+	if b.first.End == 0 || len(b.Beside) > 0 || !b.route.IsBasic() && b.route != Generate {
 		return 0, 0
 	}
 	key := xxh3.Hash128Seed(body[b.first.Start:b.first.End], seed+uint64(b.route))

@@ -163,6 +163,7 @@ func TestTokenizeBody(t *testing.T) {
 		},
 		{Completions, `{"model":null,"prompt":"a"}`, `{"prompt":"a"}`},
 		{Completions, `{"model":"m"}`, ``},
+		{Generate, `{"sampling_params":{},"text":"a"}`, `{"prompt":"a"}`},
 	} {
 		got := scanned(t, tt.route, tt.body).TokenizeBody(nil, []byte(tt.body))
 		assert.Equal(t, tt.want, string(got))
@@ -203,6 +204,12 @@ func TestTokenizeKey(t *testing.T) {
 		Beside)
 	hi, _ = scanned(t, Chat, `{}`).TokenizeKey([]byte(`{}`), 1)
 	assert.Zero(t, hi)
+	for body, want := range map[string]bool{
+		`{"text":"a"}`: true, `{"text":"a","image_data":null}`: true, `{"text":"a","image_data":"x"}`: false,
+	} {
+		hi, _ = scanned(t, Generate, body).TokenizeKey([]byte(body), 1)
+		assert.Equal(t, want, hi != 0, body)
+	}
 }
 
 func TestParseTokenizeOfCapturedAnswers(t *testing.T) {
