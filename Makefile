@@ -72,7 +72,7 @@ test-vllm: ## real vLLM engines on the CPU, attached and launched: events, routi
 
 # Installs SGLang once, outside the repository (minutes, 7 GB); see docs/real-vllm.md.
 .PHONY: test-sglang
-test-sglang: ## real SGLang servers on the CPU, launched: events, predictions, a dead scheduler, dpserve restarted and killed
+test-sglang: ## real SGLang servers on the CPU, launched: events, predictions, deaths; attached: two ranks in one process, workers come and go
 	test/vllm/install-sglang.sh
 	DPSERVE_SGLANG=1 go test -count=1 -v -timeout 60m -run TestSGLang ./test/vllm
 

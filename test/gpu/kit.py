@@ -1,5 +1,6 @@
 """What the steps of run.py share: dpserve as a process, HTTP, processes, the device."""
 
+import collections
 import http.client
 import json
 import os
@@ -14,6 +15,7 @@ DPSERVE = os.environ.get("DPSERVE", "bin/dpserve")
 WORK = os.environ.get("GPU_WORK", "/tmp/dpserve-gpu")  # data folders, logs, results
 SIMULATED = os.environ.get("ENGINE") == "sim"  # no GPU: shows that the steps themselves work
 END = BEGIN + float(os.environ.get("SECONDS_LEFT", "36000"))  # the table ends by then
+PORTS = int(os.environ.get("PORTS", "18000"))  # up to 7,000 above it
 POOL = ThreadPoolExecutor(64)  # for what runs beside a step
 
 
@@ -43,10 +45,11 @@ def run(*argv, limit=60, **env):
 
 
 class Node:
-    """A node of its own, on ports from base on. One that runs already is used as it is."""
+    """A node of its own, on ports from PORTS + base on. One that runs already is used as it is."""
 
-    def __init__(self, name, base, start=True):
-        self.name, self.base, self.url = name, base, "http://127.0.0.1:%d" % base
+    def __init__(self, name, base, *flags, start=True):
+        self.name, self.base, self.flags = name, PORTS + base, flags
+        self.url = "http://127.0.0.1:%d" % self.base
         self.pidfile = "%s/%s.pid" % (WORK, name)
         if start and not self.runs():
             self.start()
@@ -70,11 +73,11 @@ class Node:
             [DPSERVE, "start", "--data-dir", "%s/%s" % (WORK, self.name), "--http-bind", at % self.base,
              "--admin-bind", at % (self.base + 1), "--node-port", str(self.base + 2),
              "--gossip-port", str(self.base + 3),
-             "--port-range", "%d-%d" % (self.base + 1000, self.base + 1999)],
+             "--port-range", "%d-%d" % (self.base + 1000, self.base + 1999), *self.flags],
             stdout=log, stderr=log, start_new_session=True)
         open(self.pidfile, "w").write(str(p.pid))
         self.process = p  # else Python waits for it
-        for _ in range(100):
+        for _ in range(300):
             if self.cli("status")[0] == 0:
                 return
             time.sleep(0.1)
@@ -202,22 +205,26 @@ def empty_caches(node):
         post(r["url"], "/reset_prefix_cache", {})
 
 
-def predictions(node, model, count):
+def predictions(node, model, count, path="/v1/completions", word="w"):
     """Compares what dpserve says a rank has cached with what the engine reports, on three documents."""
-    words = " ".join("w%d" % (i % 97) for i in range(900))
-    exact, tokens, hits, others = 0, 0, 0, []
+    words = " ".join("%s%d" % (word, i % 97) for i in range(900))
+    exact, tokens, hits, others, ranks = 0, 0, 0, [], collections.Counter()
     for i in range(count):
-        body = dict(model=model, prompt="doc %d %s q%d" % (i % 3, words, i), max_tokens=4, temperature=0)
-        status, headers, answer, _ = post(node.url, "/v1/completions", body)
+        prompt = "doc %d %s q%d" % (i % 3, words, i)
+        body = dict(model=model, prompt=prompt, max_tokens=4, temperature=0)
+        if path == "/generate":
+            body = dict(text=prompt, sampling_params=dict(max_new_tokens=4, temperature=0))
+        status, headers, answer, _ = post(node.url, path, body)
         if status != 200:
             others.append((status, str(answer)[:200]))
             continue
-        usage = answer["usage"]
-        found = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        usage = answer["meta_info"] if path == "/generate" else answer["usage"]
+        found = (usage.get("prompt_tokens_details") or usage).get("cached_tokens") or 0
         said = int(headers.get("x-dpserve-cached-tokens", -1))
         tokens, hits, exact = tokens + usage["prompt_tokens"], hits + found, exact + (said == found)
+        ranks["%s of %s" % (headers.get("x-dpserve-rank"), headers.get("x-dpserve-group"))] += 1
         if said != found:
             others.append((i, said, found))
         time.sleep(0.1)  # so that the events of one answer are there before the next request
-    record("predictions", model=model, requests=count, exact=exact, prompt=tokens, cached=hits,
-           others=others[:4])
+    record("predictions", model=model, path=path, requests=count, exact=exact, prompt=tokens, cached=hits,
+           others=others[:4], ranks=ranks)

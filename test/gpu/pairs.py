@@ -1,4 +1,5 @@
-"""vLLM with NIXL: a prefill rank and two decode ranks on one GPU. Texts, transfers, deaths under load."""
+"""vLLM with NIXL: a prefill rank and two decode ranks on one GPU. Texts, transfers, the same ranks without
+pools, deaths under load."""
 
 import collections
 import http.client
@@ -13,8 +14,8 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
-from kit import POOL, WORK, Node, empty_caches, kill_part, record, say
-from table import engine
+from kit import POOL, SIMULATED, WORK, Node, empty_caches, kill_part, left, record, say
+from table import SEEDS, engine, measured
 
 MODEL = WORK + "/weights"  # made by the step weights: the text depends on the whole prompt
 SETTINGS = """
@@ -22,7 +23,7 @@ SETTINGS = """
         dtype: float16
         max_model_len: 8192
         max_num_seqs: 64
-        kv_cache_memory_bytes: 4000000000
+        kv_cache_memory_bytes: 6000000000
         gpu_memory_utilization: 0.1
         compilation_config: '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'
         seed: 7
@@ -33,7 +34,7 @@ SETTINGS = """
 
 
 def node():
-    return Node("pairs", 20400)
+    return Node("pairs", 2400)
 
 
 def up():
@@ -152,8 +153,49 @@ def death(name, victim, first_seed):
 
 
 def kills():
-    death("prefill killed", node().ranks("pd.prefill")[0], 20000)
     death("decode killed", node().ranks("pd.decode")[1], 40000)
+    death("prefill killed", node().ranks("pd.prefill")[0], 20000)
 
 
-STEPS = {"pairs-up": up, "pairs-texts": texts, "pairs-kill": kills}
+def attach(other, arm):
+    """The engines of up, on a node that knows where it sends what, and hears no KV events."""
+    roles = [(r["url"], r["unit"].split("/")[0][3:]) for r in node().ranks("pd.")]
+    ranks = ", ".join('{url: "%s", role: %s}' % (u, "both" if arm == "together" else r) for u, r in roles)
+    return other.deploy("pairs: " + arm, """applications:
+  - name: pd
+    model: {id: pd}
+    engine: {kind: attach, family: vllm, kv_events: off, ranks: [%s]}
+    routing: {policy: mex, identity: tokens, params: {ttft_s: 0.5, tpot_s: 0.02}}
+%s""" % (ranks, "" if arm == "together" else "    disaggregation: {transfer: nixl, decide: %s}\n" % arm), 30)
+
+
+def connected(other):
+    """Until every pair is: the first requests would find none."""
+    for _ in range(100):
+        pd = (other.answer("status").get("apps") or [{}])[0].get("pd") or {}
+        if not pd or pd["connected"] == pd["all"]:
+            return pd
+        ask(other.url, 1)
+        time.sleep(0.1)
+    return pd
+
+
+def table():
+    """The same sessions, half of them with a long document: the three ranks as a pair, and as equal ranks."""
+    other = Node("pairs-attached", 2600)
+    for seed, arm in [(s, a) for s in SEEDS for a in ("together", "isl", "mex")]:
+        other.cli("delete", "pd", "--yes")
+        if left() < 30 or attach(other, arm):
+            return say("pairs-table ends before", seed, arm)
+        before = connected(other)
+        empty_caches(node())
+        b = other.bench(
+            "pd", "--sessions", "96", "--rate", "8", "--turns", "2", "--think", "500ms", "--seed", seed,
+            "--system-prompts", "0", "--long-share", "0.5", "--long-tokens", "3000" if SIMULATED else "1000",
+            "--turn-tokens", "100", "--max-tokens", "64", "--ignore-eos", "--slo-ttft", "500ms", "--slo-tpot", "20ms")
+        pd = (other.answer("status").get("apps") or [{}])[0].get("pd") or {}
+        split = {k: pd[k] - before[k] for k in ("remote", "local", "fallbacks") if k in pd}
+        measured("pairs.table", b, seed=seed, arm=arm, **split)
+
+
+STEPS = {"pairs-up": up, "pairs-texts": texts, "pairs-table": table, "pairs-kill": kills}

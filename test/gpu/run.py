@@ -4,9 +4,10 @@
     run.py [STEP ...]     without steps: all that the installed engines allow, and then down
     run.py down           ends what the steps have left running
 
-Steps of vLLM: up check cost table kill adopt refused; with NIXL: weights pairs-up pairs-texts pairs-kill; of
-SGLang: weights sglang-up sglang-check sglang-kill. Environment: DPSERVE (the program), GPU_WORK (folder of
-data, logs and results.jsonl), SECONDS_LEFT, POLICIES, SEEDS, LOADS; ENGINE=sim runs the steps on simulated
+Steps of vLLM: up check cost table kill adopt refused; with NIXL: weights pairs-up pairs-texts pairs-table
+pairs-kill; of SGLang: weights sglang-up sglang-hand sglang-check sglang-attached sglang-kill
+sglang-dp-attention. Environment: DPSERVE (the program), GPU_WORK (folder of data, logs and results.jsonl),
+PORTS (the first of 7,000), SECONDS_LEFT, POLICIES, SEEDS, LOADS; ENGINE=sim runs the steps on simulated
 engines, which shows that they work."""
 
 import importlib.util
@@ -42,12 +43,13 @@ def weights():
 
 
 def down():
-    for name, base in (("table", 18000), ("attached", 18200), ("refused", 18400), ("pairs", 20400),
-                       ("sglang", 22800)):
+    for name, base in (("table", 0), ("attached", 200), ("refused", 400), ("pairs", 2400),
+                       ("pairs-attached", 2600), ("sglang-attached", 4600), ("sglang", 4800)):
         n = kit.Node(name, base, start=False)
         if n.runs():
             n.cli("delete", *(a["name"] for a in n.answer("status").get("apps", [])), "--yes")
             n.kill(15)
+    servers.end_hand()
     kit.record("down", device=kit.device())
 
 

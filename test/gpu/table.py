@@ -53,7 +53,7 @@ def app(name, ranks, gpus, settings):
 
 
 def node():
-    return Node("table", 18000)
+    return Node("table", 0)
 
 
 def urls():
@@ -80,8 +80,7 @@ def cost():
         rank = node().answer("route", "explain", "four", "-f", path)["ranks"][0]
         terms = {t["name"]: t["value"] for t in rank["terms"]}
         record("cost.prompt", tokens=answers[0][2]["usage"]["prompt_tokens"], mex_ms=terms["prefill"],
-               measured_ms=statistics.median(a[3] for a in answers) * 1e3,
-               mex_token_ms=terms["own_tokens"] / (TTFT / TPOT))
+               measured_ms=statistics.median(a[3] for a in answers) * 1e3)
     for clients in (1, 8, 32):
         b = node().bench("four", "--concurrency", str(clients), "--requests", str(2 * clients),
                          "--prompt-bytes", "1000", "--max-tokens", "100", "--ignore-eos", "--seed", str(seed),
@@ -101,11 +100,20 @@ def attach(other, policy):
 """ % ("openai" if SIMULATED else "vllm", ranks, policy), 30)
 
 
+def measured(kind, b, **cell):
+    """One row of a table, from the report of bench."""
+    if b:
+        percentiles = lambda name: [round(b[name]["p%d_ms" % q], 1) for q in (50, 95, 99)]
+        record(kind, **cell, goodput=b["goodput"]["share"], ok=b["ok"], failed=b["failed"],
+               ttft=percentiles("ttft"), tpot=percentiles("tpot"), hit=b["hit_share"],
+               of_perfect=b["sessions"]["of_oracle"], ranks=sorted(b["ranks"].values()))
+
+
 def table():
     """The same sessions under each policy, with empty caches. mex is routed by the node that launched the
     ranks, the others by a second node that has them attached: they read no KV events, and a change of that
     would start the engines anew."""
-    other, attached = Node("attached", 18200), "mex"
+    other, attached = Node("attached", 200), "mex"
     for load, seed, policy in [(x, s, p) for x in LOADS for s in SEEDS for p in POLICIES]:
         if left() < 35:
             return say("no time for", load, seed, policy)
@@ -119,11 +127,7 @@ def table():
             "four", "--sessions", sessions, "--rate", rate, "--turns", "4", "--think", "500ms",
             "--seed", seed, "--system-prompts", "8", "--system-tokens", "1500", "--turn-tokens", "250",
             "--max-tokens", "64", "--ignore-eos", "--slo-ttft", "%gs" % TTFT, "--slo-tpot", "%gs" % TPOT)
-        if b:
-            percentiles = lambda name: [round(b[name]["p%d_ms" % q], 1) for q in (50, 95, 99)]
-            record("table", load=load, seed=seed, policy=policy, goodput=b["goodput"]["share"], ok=b["ok"],
-                   failed=b["failed"], ttft=percentiles("ttft"), tpot=percentiles("tpot"), hit=b["hit_share"],
-                   of_perfect=b["sessions"]["of_oracle"], ranks=sorted(b["ranks"].values()))
+        measured("table", b, load=load, seed=seed, policy=policy)
 
 
 def kill():
@@ -156,7 +160,7 @@ def adopt():
 
 def refused():
     """A start that cannot work: the KV cache holds no request of max_model_len."""
-    n = Node("refused", 18400)
+    n = Node("refused", 400)
     settings = (SETTINGS % 1e8).replace("seed: 7", "gpu_memory_utilization: 0.1")
     n.deploy("refused", app("small", 1, 0, settings))
     n.cli("delete", "small", "--yes")

@@ -24,8 +24,8 @@ type answer struct {
 
 var errStatus = errors.New("unexpected status")
 
-// post sends a JSON body and reads the answer to its end.
-func post(ctx context.Context, addr, path string, body any) (http.Header, []byte, error) {
+// post sends a JSON body, to the rank GROUP/RANK if one is given, and reads the answer to its end.
+func post(ctx context.Context, addr, path string, body any, to ...string) (http.Header, []byte, error) {
 	b, err := json.Marshal(body)
 	if err != nil {
 		return nil, nil, err
@@ -35,6 +35,7 @@ func post(ctx context.Context, addr, path string, body any) (http.Header, []byte
 		return nil, nil, err
 	}
 	req.Header.Set("Content-Type", "application/json")
+	req.Header["X-Dpserve-Rank"] = to
 	resp, err := http.DefaultClient.Do(req)
 	if err != nil {
 		return nil, nil, err

@@ -55,10 +55,11 @@ type rank struct {
 	t       *testing.T
 	program string
 
-	addr   string // host:port of the OpenAI server
-	events string // tcp://HOST:PORT that the engine dials to publish
-	replay string // tcp://HOST:PORT where the engine answers replays
-	side   *side  // of a pair; nil = it is in none
+	addr   string   // host:port of the OpenAI server
+	events string   // tcp://HOST:PORT that the engine dials to publish
+	replay string   // tcp://HOST:PORT where the engine answers replays
+	side   *side    // of a pair; nil = it is in none
+	argv   []string // of another program than vLLM; nil = vLLM's
 
 	cmd   *exec.Cmd
 	stdin io.Closer
@@ -83,6 +84,9 @@ func newRank(t *testing.T, program string) *rank {
 }
 
 func (r *rank) args() []string {
+	if r.argv != nil {
+		return r.argv
+	}
 	path, err := filepath.Abs("testdata/tiny-qwen2")
 	require.NoError(r.t, err)
 	_, port, err := net.SplitHostPort(r.addr)
