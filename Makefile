@@ -93,9 +93,17 @@ test-ray-cli: ## Ray's own serve status, config, deploy and shutdown, unmodified
 test-gpu: build ## real engines on a GPU: predictions, policies under load, deaths, prefill and decode; STEPS="up table down" takes some
 	python3 test/gpu/run.py $(STEPS)
 
+.PHONY: release
+release: ## archives for Linux and macOS in ./dist, with checksums and the list of their parts; VERSION=v0.1.0 names them
+	VERSION="$(VERSION)" tools/release
+
+.PHONY: test-release
+test-release: ## a release, twice, from two clones: the same bytes, and the binary of this machine runs
+	DPSERVE_RELEASE=1 go test -count=1 -v -timeout 60m ./test/release
+
 .PHONY: clean
-clean: ## what build left behind
-	rm -rf bin
+clean: ## what build and release left behind
+	rm -rf bin dist
 
 .PHONY: help
 help: ## this list

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"runtime"
 	"runtime/debug"
 	"strconv"
 	"strings"
@@ -189,6 +190,10 @@ type serving struct {
 // startNode makes a node and runs it. The caller owns the node: it calls stop and Close. The node
 // outlives ctx, because a drain outlives the command that was interrupted.
 func startNode(ctx context.Context, e *env, c server.Config) (*serving, error) {
+	if runtime.GOOS != "linux" {
+		printMessage(e.io.Err, "on %s dpserve is for simulated and attached engines: it does not see what "+
+			"memory an engine takes, and misses processes that leave its session", runtime.GOOS)
+	}
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}

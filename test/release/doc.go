@@ -1,0 +1,2 @@
+// Package release has the tests of tools/release.
+package release
