@@ -168,6 +168,7 @@ type RankChange struct {
 	Group    int    `json:"group"`
 	Rank     int    `json:"rank"`
 	URL      string `json:"url"`
+	Service  bool   `json:"service,omitempty"`  // the URL is that of a service, whose ranks come and go
 	Selector *int   `json:"selector,omitempty"` // if several ranks are behind the URL
 	Revision uint64 `json:"revision"`           // of the application
 }

@@ -120,7 +120,7 @@ func launchSpec(a *app.Application, u *app.Unit) *app.Application {
 		l.DataParallel.DPSize = 0 // an independent rank does not know the others
 	}
 	if l.Engine.Kind == app.KindAttach {
-		l.Engine.Ranks = attachedRanks(&a.Engine, u)
+		l.Engine.Ranks, l.Engine.Services = attachedRanks(&a.Engine, u), nil
 	}
 	return &l
 }

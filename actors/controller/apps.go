@@ -275,7 +275,7 @@ func (c *Core) forgetFinished(now time.Time) {
 
 func (c *Core) updateAppStatus(now time.Time, a *application) {
 	c.countRanks(a)
-	s := c.deriveStatus(a, a.units)
+	s := c.deriveStatus(a, a.pools)
 	if s == state.Running {
 		a.running = a.revision
 	}
@@ -316,14 +316,22 @@ func (c *Core) countRanks(a *application) {
 	a.lastCounts = counts
 }
 
-// deriveStatus returns the status of an application, or of the part of it that has some of its units.
-func (c *Core) deriveStatus(a *application, units []app.Unit) state.AppStatus {
+// deriveStatus returns the status of some pools of an application. A pool whose services have no address yet
+// waits for its first rank.
+func (c *Core) deriveStatus(a *application, pools []*app.Application) state.AppStatus {
 	if a.broken != "" && !a.deleting {
 		return state.DeployFailed
 	}
 	seen := state.Seen{Deleting: a.deleting, Halted: a.isHalted(), WasRunning: a.running == a.revision}
-	for i := range units {
-		seen.Units = append(seen.Units, c.wantedPhase(a, units[i].ID))
+	for _, p := range pools {
+		for i := range a.units {
+			if a.units[i].Pool == p.Pool {
+				seen.Units = append(seen.Units, c.wantedPhase(a, a.units[i].ID))
+			}
+		}
+		if p.NumReplicas == 0 && len(p.Engine.Services) > 0 {
+			seen.Units = append(seen.Units, state.Pending)
+		}
 	}
 	return state.DeriveStatus(seen)
 }

@@ -33,8 +33,12 @@ type rankEdit struct {
 }
 
 // Add attaches an engine, described like an item of engine.ranks, to the pool of its role. The rank gets the
-// lowest free number. For an engine that is attached with a lease, Add renews it.
+// lowest free number. For an engine that is attached with a lease, Add renews it. A service, described like
+// an item of engine.services, is followed from now on.
 func (r AttachedRanks) Add(ctx context.Context, name string, rank []byte) (client.RankChange, error) {
+	if app.IsService(rank) {
+		return r.addService(ctx, name, rank)
+	}
 	if reply, ok := r.renew(name, rank); ok {
 		return reply, nil
 	}
@@ -80,10 +84,14 @@ func poolFor(pools []*app.Application, role string) (*app.Application, error) {
 		WithHint("name the application: dpserve ranks add %s URL --role prefill | decode", pools[0].Name)
 }
 
-// Remove drains and detaches a rank. deadline is for its running streams; nil = the application's grace.
+// Remove drains and detaches a rank, or a service with all of its ranks. deadline is for their running
+// streams; nil = the application's grace.
 func (r AttachedRanks) Remove(ctx context.Context, name string, rank app.RankRef,
 	deadline *time.Duration,
 ) (client.RankChange, error) {
+	if app.IsServiceURL(rank.URL) {
+		return r.removeService(ctx, name, rank.URL, deadline)
+	}
 	return r.change(ctx, name, func(_ *state.State, found attachedApp) (rankEdit, error) {
 		a, err := poolWith(found.named, rank)
 		if err != nil {
@@ -92,6 +100,12 @@ func (r AttachedRanks) Remove(ctx context.Context, name string, rank app.RankRef
 		next, gone, err := a.WithoutRank(rank)
 		if err != nil {
 			return rankEdit{}, err
+		}
+		if gone.Service != "" {
+			return rankEdit{}, problem.New(problem.Conflict,
+				"remove a rank: %s is an address of %s, and would be attached again", gone.URL, gone.Service).
+				WithHint("take its engine out of the service, or: dpserve ranks remove %s %s", name,
+					gone.Service)
 		}
 		c := rankEdit{pool: next, reply: newRankChange(a, &gone, *gone.Number)}
 		if deadline != nil {

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"sync"
 	"time"
 
@@ -86,6 +87,7 @@ type Config struct {
 	// StepDown hands the leadership to another voter. An error means that this node still leads.
 	StepDown func(ctx context.Context) error
 	Metrics  Metrics
+	Resolver Resolver // of services; nil = net.DefaultResolver
 	Timers   Timers
 	Log      *slog.Logger
 	Clock    func() time.Time // nil = time.Now
@@ -95,6 +97,9 @@ func (c Config) withDefaults() Config {
 	c.Timers = c.Timers.withDefaults()
 	if c.Clock == nil {
 		c.Clock = time.Now
+	}
+	if c.Resolver == nil {
+		c.Resolver = net.DefaultResolver
 	}
 	return c
 }
@@ -118,6 +123,7 @@ type Controller struct {
 
 	ranksLock chan struct{} // held by the change of ranks under way
 	leases    rankLeases
+	services  services
 	ready     chan struct{} // closed when the core has the first state
 	boot      sync.Once
 	timer     *time.Timer // used by the actor only
@@ -136,7 +142,8 @@ func New(cfg Config) *Controller {
 	core.Self = cfg.Self
 	return &Controller{
 		cfg: cfg, ring: newRing(), core: core, ranksLock: make(chan struct{}, 1), ready: make(chan struct{}),
-		leases: rankLeases{until: map[leasedRank]time.Time{}},
+		leases:   rankLeases{until: map[leasedRank]time.Time{}},
+		services: services{views: map[service]*serviceView{}},
 	}
 }
 
@@ -152,6 +159,7 @@ func (c *Controller) Start(system *actor.ActorSystem) error {
 	c.box, c.stop = box, stop
 	c.loops.Go(func() { c.followStore(ctx) })
 	c.loops.Go(func() { c.followLeases(ctx) })
+	c.loops.Go(func() { c.followServices(ctx) })
 	return nil
 }
 
@@ -338,8 +346,10 @@ func (c *Controller) Status() []client.AppStatus { return c.StatusWithout(nil) }
 // StatusWithout is Status while some nodes do not answer. unreachable gives the reason for each of them.
 func (c *Controller) StatusWithout(unreachable map[string]string) []client.AppStatus {
 	c.mu.Lock()
-	defer c.mu.Unlock()
-	return view{c.core}.StatusWithout(unreachable)
+	out := view{c.core}.StatusWithout(unreachable)
+	c.mu.Unlock()
+	c.services.addNotes(out)
+	return out
 }
 
 // Watch returns a channel that is closed at the next change of Status or Events. Call it before them, so that

@@ -91,7 +91,7 @@ func (c *Controller) Deploy(ctx context.Context, what Deployment) (state.Result,
 	if err != nil {
 		return state.Result{}, nil, err
 	}
-	d, err := c.dryRun(what.Apps, what.Prune)
+	d, err := c.dryRun(withServiceRanks(st, what.Apps), what.Prune)
 	if err == nil && !what.Partial {
 		err = d.noRoom
 	}
@@ -111,7 +111,7 @@ func (c *Controller) Deploy(ctx context.Context, what Deployment) (state.Result,
 // and why something would not fit, which is no error here. An error means that the deploy would be refused
 // for another reason.
 func (c *Controller) Plan(apps []*app.Application, prune bool) (client.Plan, error) {
-	d, err := c.dryRun(apps, prune)
+	d, err := c.dryRun(withServiceRanks(c.cfg.Store.State(), apps), prune)
 	if err != nil {
 		return client.Plan{}, err
 	}

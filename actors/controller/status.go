@@ -30,7 +30,7 @@ func (c view) StatusWithout(unreachable map[string]string) []client.AppStatus {
 
 func (c view) appStatus(a *application, unreachable map[string]string) client.AppStatus {
 	s := client.AppStatus{
-		Name: a.name, Status: string(c.deriveStatus(a, a.units)), Revision: a.revision,
+		Name: a.name, Status: string(c.deriveStatus(a, a.pools)), Revision: a.revision,
 		Pools: c.poolStatuses(a), RollingOut: a.isRollingOut(), Halt: a.haltStatus(),
 	}
 	if spec := a.spec(); spec != nil {
@@ -74,9 +74,8 @@ func (c view) appStatus(a *application, unreachable map[string]string) client.Ap
 func (c view) poolStatuses(a *application) []client.PoolStatus {
 	out := make([]client.PoolStatus, len(a.pools))
 	for i, p := range a.pools {
-		units := slices.DeleteFunc(slices.Clone(a.units), func(u app.Unit) bool { return u.Pool != p.Pool })
 		out[i] = client.PoolStatus{
-			Pool: p.Pool, Name: p.PoolName(), Status: string(c.deriveStatus(a, units)),
+			Pool: p.Pool, Name: p.PoolName(), Status: string(c.deriveStatus(a, []*app.Application{p})),
 			Policy: p.Routing.Policy, Coupling: string(p.DataParallel.Coupling),
 			DPSize: p.DataParallel.DPSize, Groups: p.NumGroups, Desired: p.NumReplicas,
 		}

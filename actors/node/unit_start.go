@@ -182,6 +182,7 @@ func (u *unit) makeRank(g state.RankGrant, meeting engine.Bind) (*rank, error) {
 	if err != nil {
 		return nil, err
 	}
+	access.Expect(l.ServerName)
 	r := &rank{
 		unit: u, grant: g, events: eventSource(l.Events),
 		target: msg.Target{

@@ -196,6 +196,10 @@ func useSimulatedEngineIn(a *app.Application) []string {
 	s.add(len(a.Engine.Env) > 0, "engine.env dropped")
 	s.add(len(a.Engine.Ranks) > 0, "engine.ranks dropped: %s are started instead",
 		formatCount(len(a.Engine.Ranks), "simulated rank"))
+	if n := len(a.Engine.Services); n > 0 {
+		s.add(true, "engine.services dropped: %s are started instead", formatCount(n, "simulated rank"))
+		a.DataParallel.DPSize, a.NumReplicas, a.NumGroups = a.DataParallel.DPSize+n, a.NumReplicas+n, 1
+	}
 	s.add(a.Resources.GPUs > 0, "resources.gpus: %g → 0", a.Resources.GPUs)
 	s.add(len(a.Resources.Labels) > 0, "resources.labels dropped")
 	args, dropped := simulatedArgs(a)

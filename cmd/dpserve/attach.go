@@ -1,7 +1,6 @@
 package main
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
 	"net"
@@ -11,18 +10,10 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/dpserve/dpserve/internal/app"
-	"github.com/dpserve/dpserve/internal/engine"
 	"github.com/dpserve/dpserve/internal/engine/attach"
 	"github.com/dpserve/dpserve/internal/problem"
-)
-
-// Bounds of probing the engines of --attach.
-const (
-	probeTimeout = 10 * time.Second
-	probesAtOnce = 8
 )
 
 // attachFlags say which running engines up puts its endpoint in front of, and how they are reached.
@@ -31,11 +22,15 @@ type attachFlags struct {
 	prefill, decode []string
 	access          app.Engine // the key and the CA
 	ca              string     // of access
+	wait            time.Duration
 }
 
 func (f *attachFlags) add(flags *pflag.FlagSet) {
 	flags.StringSliceVar(&f.attach, "attach", nil,
-		"`URL`s of engines that already run, instead of FILE: http://HOST:PORT or HOST:PORT")
+		"`URL`s of engines that already run, instead of FILE: http://HOST:PORT or HOST:PORT; "+
+			"dns://HOST:PORT stands for all addresses of HOST, which may change")
+	flags.DurationVar(&f.wait, "attach-wait", deployTimeout,
+		"how long to wait for engines that do not answer yet; then exit code 8")
 	flags.StringArrayVar(&f.prefill, "prefill", nil, "`URL` of an engine that only computes prompts, with "+
 		"its bootstrap port if its transfer has one: URL or URL,PORT; repeatable")
 	flags.StringArrayVar(&f.decode, "decode", nil, "`URL` of an engine that answers; repeatable")
@@ -72,12 +67,18 @@ func (f *attachFlags) list() ([]attached, error) {
 		for _, text := range side.texts {
 			text, port, hasPort := strings.Cut(text, ",")
 			for _, word := range strings.Fields(text) {
-				u, err := engineURL("up", side.flag, word)
+				u, err := attachURL("up", side.flag, word)
 				if err != nil {
 					return nil, err
 				}
 				engine := attached{url: u, role: side.role}
-				if at, _ := url.Parse(u); hasPort && !strings.EqualFold(port, noBootstrap) {
+				at, _ := url.Parse(u)
+				switch {
+				case !hasPort || strings.EqualFold(port, noBootstrap):
+				case app.IsServiceURL(u):
+					return nil, usageError("up", "%s %q: engines of a service have no bootstrap port here",
+						side.flag, text)
+				default:
 					engine.bootstrap = "http://" + net.JoinHostPort(at.Hostname(), port)
 				}
 				out = append(out, engine)
@@ -132,6 +133,18 @@ func commonFamily(found []attach.Found) string {
 	return found[0].Family
 }
 
+// attachURL checks a URL of the command line, of an engine or of a service.
+func attachURL(cmd, what, text string) (string, error) {
+	if !app.IsServiceURL(text) {
+		return engineURL(cmd, what, text)
+	}
+	u, err := url.Parse(text)
+	if err != nil || u.Port() == "" || u.Hostname() == "" || u.RawQuery != "" || u.User != nil {
+		return "", usageError(cmd, "%s %q: wanted dns://HOST:PORT or dns+https://HOST:PORT", what, text)
+	}
+	return strings.TrimSuffix(strings.TrimRight(text, "/"), "/v1"), nil
+}
+
 // engineURL checks a URL of the command line and returns it as scheme://host:port, with the path that the
 // engine's routes begin with. It accepts a trailing /v1, because OpenAI clients use such base URLs.
 func engineURL(cmd, what, text string) (string, error) {
@@ -145,25 +158,6 @@ func engineURL(cmd, what, text string) (string, error) {
 		return "", usageError(cmd, "%s %q: wanted HOST:PORT or http://HOST:PORT", what, text)
 	}
 	return s, nil
-}
-
-func probeAll(ctx context.Context, urls []string, with app.Engine) ([]attach.Found, error) {
-	access, err := engine.AccessTo(&app.Application{Engine: with})
-	if err != nil {
-		return nil, err
-	}
-	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
-	defer cancel()
-	found := make([]attach.Found, len(urls))
-	g, ctx := errgroup.WithContext(ctx)
-	g.SetLimit(probesAtOnce)
-	for i, u := range urls {
-		g.Go(func() (err error) {
-			found[i], err = attach.Probe(ctx, u, access)
-			return err
-		})
-	}
-	return found, g.Wait()
 }
 
 // commonModels returns the model names that every engine serves, in the first engine's order. The first name
@@ -213,8 +207,14 @@ func writeAttach(family string, models []string, layout *attach.Layout, engines 
 	if with.TLS != nil {
 		fmt.Fprintf(&b, "      tls:\n        ca: %s\n", quoteString(with.TLS.CA))
 	}
-	b.WriteString("      ranks:\n")
-	for _, r := range layout.Ranks {
+	list := ""
+	ranks := slices.Clone(layout.Ranks)
+	slices.SortStableFunc(ranks, func(a, b attach.Rank) int { return strings.Compare(listOf(a), listOf(b)) })
+	for _, r := range ranks {
+		if listOf(r) != list {
+			list = listOf(r)
+			fmt.Fprintf(&b, "      %s:\n", list)
+		}
 		fmt.Fprintf(&b, "        - url: %s\n", quoteString(r.URL))
 		if r.Selector >= 0 {
 			fmt.Fprintf(&b, "          addressing: %s\n          selector: %d\n", app.AddressHeader,
@@ -229,6 +229,14 @@ func writeAttach(family string, models []string, layout *attach.Layout, engines 
 		}
 	}
 	return []byte(b.String())
+}
+
+// listOf is the key of the list that a rank stands in.
+func listOf(r attach.Rank) string {
+	if app.IsServiceURL(r.URL) {
+		return "services"
+	}
+	return "ranks"
 }
 
 // quoteString returns a YAML string; a JSON string is one.

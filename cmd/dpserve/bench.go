@@ -135,7 +135,7 @@ func keyOf(e *env, variable string) (string, error) {
 
 // firstModel returns the first model that an endpoint lists.
 func firstModel(ctx context.Context, url, keyEnv string) (string, error) {
-	found, err := probeAll(ctx, []string{url}, app.Engine{APIKeyEnv: keyEnv})
+	found, err := probeURLs(ctx, []string{url}, probeWith(app.Engine{APIKeyEnv: keyEnv}))
 	if err != nil {
 		return "", err
 	}
@@ -174,7 +174,7 @@ func runBench(ctx context.Context, e *env, f *benchFlags) error {
 func benchOverhead(ctx context.Context, e *env, proxied loadgen.Config, f *benchFlags) error {
 	direct := proxied
 	direct.URL = f.direct
-	if _, err := probeAll(ctx, []string{f.direct}, app.Engine{}); err != nil {
+	if _, err := probeURLs(ctx, []string{f.direct}, probeWith(app.Engine{})); err != nil {
 		return err
 	}
 	report, err := loadgen.RunOverhead(ctx, direct, proxied)

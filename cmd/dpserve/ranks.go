@@ -80,9 +80,11 @@ func newRanksAdd(e *env) *cobra.Command {
 		Short: "attach one more engine",
 		Long: `add attaches the engine at URL to an application of kind attach with independent ranks. It
 gets the lowest free rank number and is in routing as soon as it answers, which may be later: dpserve goes
-on asking. Of an application with prefill and decode ranks, --role says which pool it goes to, and the flags
---pd-… what the transfer must know of a prefill rank.`,
+on asking. dns://HOST:PORT stands for all addresses of HOST, for example of a headless service: each of them
+is a rank, added and removed as the answers of DNS change. Of an application with prefill and decode ranks,
+--role says which pool it goes to, and the flags --pd-… what the transfer must know of a prefill rank.`,
 		Example: `  dpserve ranks add edge http://127.0.0.1:8102 --wait
+  dpserve ranks add edge dns://vllm.default.svc:8000
   dpserve ranks add pd http://127.0.0.1:8110 --role prefill
   dpserve ranks add edge http://127.0.0.1:8103 --kv-connect tcp://127.0.0.1:5557 ` +
 			"--kv-replay tcp://127.0.0.1:5558",
@@ -110,7 +112,7 @@ on asking. Of an application with prefill and decode ranks, --role says which po
 	w.output = addOutput(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		var err error
-		if spec.URL, err = engineURL("ranks add", "URL", args[1]); err != nil {
+		if spec.URL, err = attachURL("ranks add", "URL", args[1]); err != nil {
 			return err
 		}
 		if flags.Changed("selector") {
@@ -135,8 +137,9 @@ func newRanksRemove(e *env) *cobra.Command {
 		Short: "drain an engine and detach it",
 		Long: `remove takes a rank out of routing, lets its running streams end
 (graceful_shutdown_timeout_s, or --deadline) and detaches it. The engine itself is not ended, and the other
-ranks keep their numbers. Of several ranks behind one URL, name one as GROUP/RANK; if both pools of an
-application have it, APP is the pool, for example pd.prefill.`,
+ranks keep their numbers. The URL of a service takes all of its ranks with it. Of several ranks behind one
+URL, name one as GROUP/RANK; if both pools of an application have it, APP is the pool, for example
+pd.prefill.`,
 		Example: `  dpserve ranks remove edge http://127.0.0.1:8100
   dpserve ranks remove edge 0/2 --deadline 30s --wait`,
 		Args: requireArgs(2, "APP", "URL|GROUP/RANK"),
@@ -164,7 +167,7 @@ application have it, APP is the pool, for example pd.prefill.`,
 // parseRankRemoval reads URL or GROUP/RANK.
 func parseRankRemoval(s string) (r client.RankRemoval, err error) {
 	if strings.Contains(s, "://") {
-		r.URL, err = engineURL("ranks remove", "URL", s)
+		r.URL, err = attachURL("ranks remove", "URL", s)
 		return r, err
 	}
 	var ok bool
@@ -195,7 +198,7 @@ func runRankAdd(ctx context.Context, e *env, name string, spec *rankSpec, w *ran
 	return changeRanks(ctx, e, w, "added",
 		func(cluster admin) (client.RankChange, error) { return cluster.AddRank(ctx, name, text) },
 		func(a *client.AppStatus, c *client.RankChange) bool {
-			return rankPhase(a, c) == string(state.Ready)
+			return rankPhase(a, c) == string(state.Ready) || c.Service && a.Status == client.StatusRunning
 		})
 }
 
@@ -215,8 +218,11 @@ func rankPhase(a *client.AppStatus, c *client.RankChange) string {
 	return ""
 }
 
-// rankName returns APP/GROUP/RANK. Of a rank of a pool, APP is the pool's name.
+// rankName returns APP/GROUP/RANK, and APP of a service. Of a rank of a pool, APP is the pool's name.
 func rankName(c *client.RankChange) string {
+	if c.Service {
+		return app.PoolName(c.App, c.Pool)
+	}
 	return fmt.Sprintf("%s/%d/%d", app.PoolName(c.App, c.Pool), c.Group, c.Rank)
 }
 

@@ -81,14 +81,15 @@ func upCommand(e *env) (*cobra.Command, *upFlags) {
 each rank's progress until all are ready. Then it prints the URL, a curl line and the ranks. On a terminal the
 table of ranks stays up to date; everywhere a line says when a rank dies and when it is ready again. Without
 FILE it runs four simulated ranks; with --attach it puts one endpoint in front of engines that already run,
-and says if they are ranks of one lockstep group. The command lines of SGLang's router are read too:
---worker-urls, --pd-disaggregation, --prefill URL PORT, --cache-threshold, ...; so are Dynamo's --router-mode
-and the flags beside it.
+or will within --attach-wait, and says if they are ranks of one lockstep group. The command lines of SGLang's
+router are read too: --worker-urls, --pd-disaggregation, --prefill URL PORT, --cache-threshold, ...; so are
+Dynamo's --router-mode and the flags beside it.
 Ports 8000 and 8265 are replaced by free ones if they are taken. Ctrl-C drains for 10 s, a second one stops
 at once. "dpserve help status" explains the columns.`,
 		Example: `  dpserve up                                   # four simulated ranks
   dpserve up app.yaml --engine sim             # any file, without its GPUs
-  dpserve up --attach 127.0.0.1:8100 127.0.0.1:8101 --policy cache-aware --param cache_threshold=0.3`,
+  dpserve up --attach 127.0.0.1:8100 127.0.0.1:8101 --policy cache-aware --param cache_threshold=0.3
+  dpserve up --attach dns://vllm.default.svc:8000  # a rank for each address, now and later`,
 		Args: func(cmd *cobra.Command, args []string) error { return f.checkArgs(cmd, args) },
 	}
 	f.set = cmd.Flags()
@@ -167,7 +168,9 @@ func readUpFile(ctx context.Context, e *env, f *upFlags, args []string) (*appFil
 		name = "--attach"
 		var note string
 		probe := func(urls []string, with app.Engine) ([]attach.Found, error) {
-			return probeAll(ctx, urls, with)
+			return awaitURLs(ctx, f.engines.wait, urls, probeWith(with), func(format string, args ...any) {
+				e.screen().printMessage(format, args...)
+			})
 		}
 		text, note, err = attachFile(&f.engines, probe)
 		if err != nil {

@@ -157,7 +157,9 @@ type Engine struct {
 	// attach: whom the node trusts as an engine over https
 	TLS *EngineTLS `json:"tls,omitempty" unset:"the machine's CAs"`
 	// attach: the running engines
-	Ranks []AttachRank `json:"ranks,omitempty" unset:"required for attach"`
+	Ranks []AttachRank `json:"ranks,omitempty" unset:"required for attach, or services"`
+	// attach: DNS names of engines that come and go: each address of such a name is a rank
+	Services []AttachService `json:"services,omitempty"`
 }
 
 // EngineTLS says whom a node trusts as an engine over https.
@@ -205,6 +207,22 @@ type AttachRank struct {
 	// every rank has its own. Left out, the engine is asked (`/kv_event_sources`, vLLM from 0.32 on); one
 	// that cannot tell has none
 	KVEvents *KVSocket `json:"kv_events,omitempty" unset:"asked of the engine"`
+	// the service that has brought the rank, "" if it is listed
+	Service string `json:"service,omitempty" is:"-"`
+}
+
+// AttachService is a DNS name of engines that come and go, such as a headless service of Kubernetes. Every
+// address of the name is a rank of the application; the leader adds and removes these ranks.
+type AttachService struct {
+	// `dns://HOST:PORT`, or `dns+https://HOST:PORT` for engines over https, and the path that the engines'
+	// routes begin with. Of a host with IPv4 and IPv6 addresses, the IPv4 addresses count
+	URL string `json:"url" need:"write url: \"dns://HOST:PORT\""`
+	// the name under which the engines serve the model, as in `ranks`
+	Model string `json:"model,omitempty" is:"served" unset:"model.source"`
+	// what the ranks do, as in `ranks`
+	Role string `json:"role,omitempty" words:"both | prefill | decode" default:"both"`
+	// id of the dpserve node that talks to the engines
+	Node string `json:"node,omitempty" is:"node" unset:"any"`
 }
 
 // KVSocket says where the KV events of an attached engine are: exactly one of Connect and Bind is set.

@@ -21,6 +21,7 @@ func shortFormOf(of reflect.Type) shortForm {
 		reflect.TypeFor[Model]():          {"id", true},
 		reflect.TypeFor[Routing]():        {"policy", true},
 		reflect.TypeFor[AttachRank]():     {"url", true},
+		reflect.TypeFor[AttachService]():  {"url", true},
 		reflect.TypeFor[Engine]():         {"kind", false},
 		reflect.TypeFor[DataParallel]():   {"dp_size", false},
 		reflect.TypeFor[side]():           {"num_replicas", false},

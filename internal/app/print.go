@@ -18,15 +18,19 @@ func (f *File) Print() []byte {
 		if len(pools) == 2 {
 			p.item(1, reflect.ValueOf(joinPools(pools[0], pools[1])))
 		} else {
-			p.item(1, reflect.ValueOf(withoutImplied(*pools[0])))
+			p.item(1, reflect.ValueOf(withoutImplied(pools[0])))
 		}
 	}
 	return p.text
 }
 
 // withoutImplied removes the values that follow from others.
-func withoutImplied(a Application) Application {
+func withoutImplied(pool *Application) Application {
+	a := *pool.asInFile()
 	a.NumGroups = 0
+	if len(a.Engine.Services) > 0 {
+		a.DataParallel.DPSize, a.NumReplicas = 0, 0
+	}
 	if a.Model.Source == a.Model.ID {
 		a.Model.Source = ""
 	}
@@ -45,9 +49,11 @@ func withoutImplied(a Application) Application {
 // joinPools returns the entry of the file that two pools are. Values that both have are the application's,
 // except for sizes, all others are in its sides. Parse of it gives the pools again.
 func joinPools(prefill, decode *Application) draft {
-	first, second := withoutImplied(*prefill), withoutImplied(*decode)
+	first, second := withoutImplied(prefill), withoutImplied(decode)
 	ranks := slices.Concat(first.Engine.Ranks, second.Engine.Ranks)
+	services := slices.Concat(first.Engine.Services, second.Engine.Services)
 	first.Engine.Ranks, second.Engine.Ranks = nil, nil
+	first.Engine.Services, second.Engine.Services = nil, nil
 	out := draft{Application: second, Prefill: sideOf(&first), Decode: sideOf(&second)}
 	shared := out.Decode
 	joinValues(reflect.ValueOf(&shared).Elem(), reflect.ValueOf(&out.Prefill).Elem(),
@@ -65,7 +71,7 @@ func joinPools(prefill, decode *Application) draft {
 		first.DataParallel, second.DataParallel
 	shared.NumReplicas, out.Prefill.NumReplicas, out.Decode.NumReplicas = 0, first.NumReplicas,
 		second.NumReplicas
-	shared.Engine.Ranks = ranks
+	shared.Engine.Ranks, shared.Engine.Services = ranks, services
 	shared.applyTo(&out.Application)
 	return out
 }

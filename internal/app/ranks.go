@@ -120,7 +120,8 @@ func (a *Application) WithoutRank(ref RankRef) (*Application, AttachRank, error)
 	if err != nil {
 		return nil, AttachRank{}, err
 	}
-	if len(numbers) == 1 && a.Pool != PoolPrefill { // without prefill ranks, decode ranks compute prompts
+	// without prefill ranks, decode ranks compute prompts; a service may have no address for a time
+	if len(numbers) == 1 && a.Pool != PoolPrefill && len(a.Engine.Services) == 0 {
 		return nil, AttachRank{}, problem.New(problem.Conflict, "remove a rank: %s is the last one of %s",
 			a.Engine.Ranks[at].Address(), a.PoolName()).
 			WithHint("add another one first, or end the application: dpserve delete %s", a.Name)
@@ -155,9 +156,7 @@ func (e *Engine) setNumbers(numbers []int) {
 
 // checkChangeable refuses applications whose ranks dpserve starts, or whose ranks are one unit.
 func (a *Application) checkChangeable(verb string) error {
-	err := func(format, hint string, args ...any) error {
-		return problem.New(problem.Conflict, verb+": "+format, args...).WithHint("%s", hint)
-	}
+	err := func(format, hint string, args ...any) error { return conflict(verb+": "+format, hint, args...) }
 	switch {
 	case a.Engine.Kind != KindAttach:
 		return err("%s is of kind %s: dpserve starts its engines, and their number is the file's",
@@ -170,6 +169,10 @@ func (a *Application) checkChangeable(verb string) error {
 			"change engine.ranks in every group and deploy the file", a.PoolName(), a.NumGroups)
 	}
 	return nil
+}
+
+func conflict(format, hint string, args ...any) error {
+	return problem.New(problem.Conflict, format, args...).WithHint("%s", hint)
 }
 
 // CheckAttachable refuses an engine that is attached already, like the rules of a file.
@@ -270,17 +273,33 @@ func (a *Application) rankLines(numbers, places []int) []string {
 // file. family and transfer are those of its application; transfer is "" if it has one pool. The error is a
 // *problem.Error (InvalidArgument) with every fault.
 func ParseRank(text []byte, family, transfer string) (AttachRank, error) {
+	return parseItem(text, transfer, func(d *decoder, path string, r *AttachRank) (role string) {
+		d.checkRank(family, r, path, taken{})
+		checkPD(d, transfer, r, path, taken{})
+		return r.Role
+	})
+}
+
+// ParseService is ParseRank for an item of engine.services.
+func ParseService(text []byte, transfer string) (AttachService, error) {
+	return parseItem(text, transfer, func(d *decoder, path string, s *AttachService) (role string) {
+		d.checkService(s, path, transfer)
+		return s.Role
+	})
+}
+
+// parseItem reads one rank or service; check runs its rules and returns its role.
+func parseItem[T any](text []byte, transfer string, check func(d *decoder, path string, r *T) (role string),
+) (T, error) {
 	const path = "rank"
 	d := newDecoder(path)
-	var r AttachRank
+	var r T
 	setDefaults(reflect.ValueOf(&r).Elem())
 	if root := d.load(text); root != nil {
 		c := cursor{d, root, path}
 		c.mark()
 		c.readStruct(reflect.ValueOf(&r).Elem())
-		d.checkRank(family, &r, path, taken{})
-		checkPD(d, transfer, &r, path, taken{})
-		if transfer == "" && r.Role != RoleBoth {
+		if role := check(d, path, &r); transfer == "" && role != RoleBoth {
 			d.wrong(join(path, "role"), "the application has no prefill and decode ranks",
 				"deploy its file with disaggregation: {transfer: …} first")
 		}
@@ -295,7 +314,8 @@ func ParseRank(text []byte, family, transfer string) (AttachRank, error) {
 		}
 	}
 	if len(d.faults) > 0 {
-		return AttachRank{}, d.faults.sorted().rankError(path)
+		var none T
+		return none, d.faults.sorted().rankError(path)
 	}
 	return r, nil
 }

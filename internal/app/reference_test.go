@@ -96,6 +96,7 @@ func TestReference(t *testing.T) {
 	sections := map[string]reflect.Type{
 		"application": reflect.TypeFor[draft](), "model": reflect.TypeFor[Model](),
 		"engine": reflect.TypeFor[Engine](), "ranks": reflect.TypeFor[AttachRank](),
+		"services":      reflect.TypeFor[AttachService](),
 		"data_parallel": reflect.TypeFor[DataParallel](), "resources": reflect.TypeFor[Resources](),
 		"routing": reflect.TypeFor[Routing](), "sides": reflect.TypeFor[side](),
 		"disaggregation": reflect.TypeFor[Disaggregation](),
@@ -126,7 +127,9 @@ func tableRows(t *testing.T, of reflect.Type, path string, sections map[string]r
 		name := sectionOf(sections, inner)
 		own := isStruct && name != ""
 		if own {
-			anchor := map[string]string{"ranks": "attached-ranks", "sides": "prefill-and-decode"}[name]
+			anchor := map[string]string{
+				"ranks": "attached-ranks", "services": "attached-services", "sides": "prefill-and-decode",
+			}[name]
 			doc += ", [see below](#" + cmp.Or(anchor, name) + ")"
 		}
 		b.WriteString(

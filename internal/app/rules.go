@@ -173,7 +173,7 @@ func (a *draft) checkEngine() {
 		}
 		return
 	}
-	for _, key := range []string{"family", "ranks", "api_key_env", "api_key_file", "tls"} {
+	for _, key := range []string{"family", "ranks", "services", "api_key_env", "api_key_file", "tls"} {
 		if a.has("engine." + key) {
 			a.wrong("engine."+key, key+" belongs to kind attach", "leave it out, or write kind: attach")
 		}
@@ -196,7 +196,9 @@ func (a *draft) checkNothingStarts() {
 // checkAttachedRanks runs the rules of engine.ranks: every engine needs an exact address. transfer is "" if
 // the application has one pool.
 func (a *draft) checkAttachedRanks(transfer string) {
-	a.d.need(a.at("engine"), "ranks", "write ranks: [{url: \"http://127.0.0.1:8100\"}]")
+	if a.checkServices(transfer); !a.has("engine.services") {
+		a.d.need(a.at("engine"), "ranks", "write ranks: [{url: \"http://127.0.0.1:8100\"}]")
+	}
 	if len(a.Engine.Ranks) == 0 && a.isSound("engine.ranks") {
 		a.refuse("engine.ranks", "", "an empty list", "at least one rank",
 			`write {url: "http://127.0.0.1:8100"}`)

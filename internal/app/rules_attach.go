@@ -43,6 +43,8 @@ func (d *decoder) checkURL(path, text string) {
 		f.Found = "a text that is not a URL" // the parser's message would repeat credentials
 	case u.User != nil:
 		f.Found, f.Hint = "a URL with credentials", "leave user and password out"
+	case IsServiceURL(text):
+		f.Hint = "write it in engine.services: its addresses are ranks"
 	case u.Scheme != "http" && u.Scheme != "https":
 		if !strings.Contains(text, "://") {
 			f.Hint = "write http:// in front"

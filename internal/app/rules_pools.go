@@ -12,8 +12,8 @@ import (
 // side is what one pool of an application has for itself, `prefill:` or `decode:`. All other values are those
 // of the application.
 type side struct {
-	// as of the application: `args` are merged by flag, `env` by variable. `kind`, `family` and `ranks` are
-	// the application's
+	// as of the application: `args` are merged by flag, `env` by variable. `kind`, `family`, `ranks`
+	// and `services` are the application's
 	Engine Engine `json:"engine"`
 	// shape of the pool's groups
 	DataParallel DataParallel `json:"data_parallel"`
@@ -57,7 +57,8 @@ type splitter struct{ *draft }
 // hasPools reports whether the application has a prefill and a decode pool.
 func (a splitter) hasPools() bool {
 	return a.has("prefill") || a.has("decode") || a.has("disaggregation") || a.Engine.Kind == KindAttach &&
-		slices.ContainsFunc(a.Engine.Ranks, func(r AttachRank) bool { return r.Role != RoleBoth })
+		(slices.ContainsFunc(a.Engine.Ranks, func(r AttachRank) bool { return r.Role != RoleBoth }) ||
+			slices.ContainsFunc(a.Engine.Services, func(s AttachService) bool { return s.Role != RoleBoth }))
 }
 
 // split returns the pools of the application, and the application itself if it has one pool.
@@ -89,6 +90,12 @@ func (a splitter) pool(pool string, written *cursor) *draft {
 			p.Engine.Ranks, p.places = append(p.Engine.Ranks, r), append(p.places, i)
 		}
 	}
+	p.Engine.Services = nil
+	for _, s := range a.Engine.Services {
+		if (s.Role == RolePrefill) == (pool == PoolPrefill) {
+			p.Engine.Services = append(p.Engine.Services, s)
+		}
+	}
 	if written != nil {
 		readSide(p, written)
 	}
@@ -99,7 +106,8 @@ func (a splitter) pool(pool string, written *cursor) *draft {
 func readSide(a *draft, written *cursor) {
 	was := sideOf(&a.Application)
 	s := was
-	s.Engine.Command, s.Engine.Args, s.Engine.Env, s.Engine.Ranks = nil, nil, nil, nil
+	s.Engine.Command, s.Engine.Args, s.Engine.Env = nil, nil, nil
+	s.Engine.Ranks, s.Engine.Services = nil, nil
 	s.Resources.Labels, s.Routing.Params = nil, nil
 	a.d.isOverlay = true
 	written.readStruct(reflect.ValueOf(&s).Elem())
@@ -107,7 +115,7 @@ func readSide(a *draft, written *cursor) {
 	s.Engine.Args = was.Engine.Args.with(s.Engine.Args)
 	s.Engine.Env = mergeMaps(was.Engine.Env, s.Engine.Env)
 	s.Resources.Labels = mergeMaps(was.Resources.Labels, s.Resources.Labels)
-	s.Engine.Ranks = was.Engine.Ranks
+	s.Engine.Ranks, s.Engine.Services = was.Engine.Ranks, was.Engine.Services
 	if !a.d.has(a.path + ".engine.command") {
 		s.Engine.Command = was.Engine.Command
 	}
@@ -115,7 +123,7 @@ func readSide(a *draft, written *cursor) {
 		s.Routing.Params = was.Routing.Params
 	}
 	s.applyTo(&a.Application)
-	for _, key := range []string{"family", "ranks"} {
+	for _, key := range []string{"family", "ranks", "services"} {
 		if at := "engine." + key; a.Engine.Kind == KindAttach && a.d.has(a.path+"."+at) {
 			a.wrong(at, key+" stands in the application's engine", "write it there, each rank with its role")
 		}
@@ -185,10 +193,15 @@ func (a splitter) checkSides() {
 }
 
 func (a splitter) checkRoles() {
-	ranks := a.Engine.Ranks
-	if a.isSound("engine.ranks") && len(ranks) > 0 &&
-		!slices.ContainsFunc(ranks, func(r AttachRank) bool { return r.Role != RolePrefill }) {
-		a.wrong("engine.ranks", "the decode pool has no rank: all have role: prefill",
+	key := "engine.ranks"
+	if !a.has(key) {
+		key = "engine.services"
+	}
+	ranks, services := a.Engine.Ranks, a.Engine.Services
+	hasDecode := slices.ContainsFunc(ranks, func(r AttachRank) bool { return r.Role != RolePrefill }) ||
+		slices.ContainsFunc(services, func(s AttachService) bool { return s.Role != RolePrefill })
+	if a.isSound(key) && len(ranks)+len(services) > 0 && !hasDecode {
+		a.wrong(key, "the decode pool has no rank: all have role: prefill",
 			"write role: decode, or leave role out, at a rank that computes answers")
 	}
 }

@@ -91,6 +91,18 @@ func (a *Access) ClientKey() string {
 	return a.Key()
 }
 
+// Expect sets the name that the certificate of the engine shows; "" = the host of its URL. Call it before the
+// first request.
+func (a *Access) Expect(name string) {
+	switch {
+	case name == "":
+	case a.trust == nil:
+		a.trust = &tls.Config{MinVersion: tls.VersionTLS12, ServerName: name}
+	default:
+		a.trust.ServerName = name
+	}
+}
+
 // TLS says whom the node trusts; nil: as the machine does.
 func (a *Access) TLS() *tls.Config { return a.trust }
 

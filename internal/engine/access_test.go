@@ -56,6 +56,18 @@ func TestAccess(t *testing.T) {
 	require.NoError(t, ask(access))
 
 	rt.CloseIdleConnections()
+	for name, want := range map[string]string{"example.com": "", "other.test": "not other.test"} {
+		rt.CloseIdleConnections()
+		named, err := AccessTo(a)
+		require.NoError(t, err)
+		named.Expect(name)
+		if err = ask(named); want == "" {
+			require.NoError(t, err, "the certificate is for this name")
+		} else {
+			require.ErrorContains(t, err, want)
+		}
+	}
+	rt.CloseIdleConnections()
 	a.Engine.TLS = nil
 	strict, err := AccessTo(a)
 	require.NoError(t, err)

@@ -49,6 +49,8 @@ type Launch struct {
 
 	Model string // attach: the engine's own name of the model; "": the names that clients send
 
+	ServerName string // attach: the name in the engine's certificate; "": the host of URL
+
 	// ranks of the unit on this node that the process hosts; nil: the rank asked for alone
 	Ranks []int
 
@@ -136,6 +138,6 @@ func attachProfile(s *Spec, _ []string) (Launch, error) {
 	}
 	return Launch{
 		URL: r.URL, Addressing: r.Addressing, Selector: r.Selector, Events: declaredEvents(s.App, r),
-		Model: s.App.EngineModel(r),
+		Model: s.App.EngineModel(r), ServerName: r.ServerName(),
 	}, nil
 }

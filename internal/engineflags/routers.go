@@ -29,8 +29,8 @@ const (
 )
 
 const (
-	noDiscovery = "dpserve does not watch Kubernetes: name the engines with `dpserve up --attach URL...`, " +
-		"and add later ones with `dpserve ranks add` or POST /add_worker"
+	noDiscovery = "dpserve does not ask Kubernetes for pods: make a headless service of them, whose " +
+		"addresses it follows with `dpserve up --attach dns://NAME.NAMESPACE.svc:PORT`"
 	noRateLimit = "dpserve has no limit of tokens per second; max_queued_requests, max_queued_tokens and " +
 		"max_ongoing_requests of an app.yaml bound what it takes on"
 	keysInFile  = "write a line NAME KEY into a file, and name the file with --api-keys"
@@ -94,9 +94,10 @@ var routerFlags = []RouterFlag{
 	},
 	{Peer: SGLangRouter, Name: "dp-aware", Switch: true, LeftOut: "dpserve finds the ranks behind a URL"},
 	{
-		Peer: SGLangRouter, Name: "worker-startup-timeout-secs worker-startup-check-interval",
-		LeftOut: "dpserve asks each engine once when it starts",
+		Peer: SGLangRouter, Name: "worker-startup-check-interval",
+		LeftOut: "dpserve asks an engine that does not answer yet every second",
 	},
+	{Peer: SGLangRouter, Name: "worker-startup-timeout-secs", Flag: "attach-wait", Value: "%ss"},
 	{Peer: SGLangRouter, Name: "model-path tokenizer-path", Instead: ownModels},
 
 	{Peer: Dynamo, Name: "router-mode", Key: "routing.policy"},

@@ -13,8 +13,9 @@ import (
 // Dialer opens a connection.
 type Dialer = func(ctx context.Context, network, addr string) (net.Conn, error)
 
-// Secure is a Dialer that speaks TLS over the connections of dial. conf is that of every peer. A handshake
-// that fails, or takes longer than patience, is a failed dial: the peer has got nothing.
+// Secure is a Dialer that speaks TLS over the connections of dial. conf is that of every peer, which shows a
+// certificate for the host of its address, unless conf has a ServerName. A handshake that fails, or takes
+// longer than patience, is a failed dial: the peer has got nothing.
 func Secure(dial Dialer, conf *tls.Config, patience time.Duration) Dialer {
 	return func(ctx context.Context, network, addr string) (net.Conn, error) {
 		n, err := dial(ctx, network, addr)
@@ -22,7 +23,9 @@ func Secure(dial Dialer, conf *tls.Config, patience time.Duration) Dialer {
 			return nil, err
 		}
 		own := conf.Clone()
-		own.ServerName, _, _ = net.SplitHostPort(addr)
+		if own.ServerName == "" {
+			own.ServerName, _, _ = net.SplitHostPort(addr)
+		}
 		own.NextProtos = []string{"http/1.1"}
 		// without sessions the peer sends no tickets, which would look like bytes that nobody asked for
 		own.ClientSessionCache = nil

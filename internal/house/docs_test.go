@@ -52,7 +52,7 @@ func TestArchitectureNamesWhatExists(t *testing.T) {
 
 // TestScriptsNameWhatExists: the folders and files that .ci/run and the Makefile name exist.
 func TestScriptsNameWhatExists(t *testing.T) {
-	made := map[string]bool{"./bin": true} // by make build
+	made := map[string]bool{"./bin": true, "./dist": true} // by make build and make release
 	for _, script := range []string{".ci/run", "Makefile"} {
 		text, err := os.ReadFile(filepath.Join("..", "..", filepath.FromSlash(script)))
 		require.NoError(t, err)

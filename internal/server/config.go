@@ -111,6 +111,7 @@ type Config struct {
 
 	Network  Network                                 // nil = TCP; else everything but gossip uses it
 	Launcher node.Launcher                           // starts engines; nil = processes
+	Resolver controller.Resolver                     // of services; nil = that of the machine
 	Stores   func(cluster.LogStore) cluster.LogStore // wraps the log store of consensus; nil = no wrapper
 	Replace  func(path string, data []byte) error    // writes files that change; nil = diskfile.Replace
 }

@@ -35,7 +35,7 @@ func (n *Node) startLeaderActors(ctx context.Context) (*leaderActors, error) {
 	})}
 	l.control = controller.New(controller.Config{
 		Store: n.store, Proposer: here, Assigner: l.assign, Metrics: n.metrics, Timers: t.controller,
-		Log: n.log, Agent: n.nodeAgent, Self: n.cfg.NodeID,
+		Log: n.log, Agent: n.nodeAgent, Self: n.cfg.NodeID, Resolver: n.cfg.Resolver,
 		Confirm: n.consensus.Confirm, StepDown: n.consensus.StepDown,
 	})
 	if err := l.assign.Start(n.system); err != nil { //nolint:contextcheck // actors outlive the election

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/dpserve/dpserve/actors/controller"
 	"github.com/dpserve/dpserve/actors/msg"
 	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/engine/sim"
@@ -68,6 +69,9 @@ func EnginesLiveOn() Option { return func(s *settings) { s.config.Shims = true }
 
 // Metrics sets --metrics-bind.
 func Metrics(addr string) Option { return func(s *settings) { s.config.MetricsBind = addr } }
+
+// Resolver sets how the leader resolves services.
+func Resolver(r controller.Resolver) Option { return func(s *settings) { s.config.Resolver = r } }
 
 // New starts a cluster inside a synctest bubble and ends it with the test. At the end no request may be open,
 // no goroutine may run, and the journal may hold no WARN or ERROR line that the test does not expect. Without

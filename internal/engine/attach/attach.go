@@ -3,8 +3,11 @@ package attach
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
+	"io"
 	"maps"
+	"net"
 	"net/http"
 	"slices"
 
@@ -100,6 +103,19 @@ func family(ownedBy, version string) string {
 		return VLLM
 	}
 	return OpenAI
+}
+
+// IsLate reports whether an error of Probe, or of resolving the engine's host, may be that of an engine which
+// is being started: it may answer later.
+func IsLate(err error) bool {
+	if _, ok := errors.AsType[*tls.CertificateVerificationError](err); ok {
+		return false
+	}
+	if status, ok := errors.AsType[*engine.StatusError](err); ok {
+		return status.Status >= http.StatusInternalServerError
+	}
+	_, isNet := errors.AsType[net.Error](err)
+	return isNet || errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF)
 }
 
 func explain(url string, err error) error {
