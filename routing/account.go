@@ -109,6 +109,9 @@ func (a *account) firstToken(rk *Rank, key uint64, seen bool) {
 	if o := a.opens.get(key); o != nil && o.phase != decoding {
 		if seen {
 			a.queue.measure(o.slot, rk, a.at(), a.model)
+			if p := &a.pace; p.answer == 0 || a.opens.get(p.answer) == nil {
+				p.answer, p.first = key, a.at()
+			}
 		}
 		if a.service != nil && o.sent != 0 {
 			learn(&a.service.prefill, a.at()-o.sent)
@@ -169,12 +172,17 @@ func (a *account) place(rk *Rank, e *Event) {
 }
 
 // finish ends a request, whatever its phase.
-func (a *account) finish(rk *Rank, key uint64, how End) (freed bool) {
-	o := a.opens.get(key)
+func (a *account) finish(rk *Rank, e *Event) (freed bool) {
+	o := a.opens.get(e.ReqID)
 	if o == nil {
 		return false
 	}
-	a.end(o, how)
+	if p := &a.pace; p.answer == e.ReqID && a.reckons && a.model != nil && e.Out > 1 {
+		decodes, context := rk.decodes()
+		took := float64(a.at()-p.first) / float64(time.Millisecond)
+		a.model.addAnswer(took, float64(e.Out-1)*a.model.base.Step(0, decodes, int(context), 0), a.at())
+	}
+	a.end(o, e.End)
 	a.drop(rk, o)
 	return true
 }

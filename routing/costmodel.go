@@ -36,6 +36,7 @@ type costModel struct {
 	prefill, decode float64 // 1 until measured
 	missed          float64 // mean |observed/predicted - 1| of first tokens
 	prompts, spans  uint64  // samples
+	answers         speed   // of all ranks' decoding, by whole answers
 	last            time.Duration
 	taken           time.Duration // when it was taken anew
 	stale           bool          // there are samples since
@@ -67,6 +68,13 @@ func (l *costModel) addPromptSample(observed, predicted float64, now time.Durati
 func (l *costModel) addDecodeSample(now time.Duration) {
 	l.spans++
 	l.stale, l.last = true, now
+}
+
+// addAnswer records an answer whose tokens behind the first one took observed ms where the preset predicts
+// predicted ms. Prompts of others may have stalled it, so answers say only how long decoding takes at most.
+func (l *costModel) addAnswer(observed, predicted float64, now time.Duration) {
+	l.stale = true
+	l.answers.learn(observed, predicted, now)
 }
 
 // median is the median slowness of the ranks with samples; 1 without any.
@@ -114,6 +122,9 @@ type decodePace struct {
 	out    int32  // its tokens at since
 	since  time.Duration
 	decode speed
+
+	answer uint64        // the key of a request that is timed from its first token to its end; 0 = none
+	first  time.Duration // when that token was
 }
 
 const (

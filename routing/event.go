@@ -191,7 +191,7 @@ func (r *Router) record(i int, e *Event) (wake, ok bool) {
 	case EvProgress:
 		a.progress(rk, e.ReqID, e.Out)
 	default: // EvFinished
-		wake = a.finish(rk, e.ReqID, e.End)
+		wake = a.finish(rk, e)
 	}
 	a.when = 0
 	return a.advanceStream(rk, e.Seq) || wake, true

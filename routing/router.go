@@ -403,6 +403,9 @@ func (r *Router) updateCostModel() {
 	l.stale, l.taken = false, max(now, 1)
 	l.prefill = l.median(r.accounts, func(a *account) *speed { return &a.queue.speed })
 	l.decode = l.median(r.accounts, func(a *account) *speed { return &a.pace.decode })
+	if l.spans == 0 { // engines that answer in less time than a span
+		l.decode = min(1, l.answers.slowness(1))
+	}
 	b := &l.base
 	r.view.Model = steptime.Coefficients{
 		TokenMS: b.TokenMS * l.prefill, PairMS: b.PairMS * l.prefill,

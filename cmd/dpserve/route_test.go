@@ -284,6 +284,10 @@ func TestRouterShowDescribesTheTimeModel(t *testing.T) {
 			&client.CostModel{Preset: "dense", Prefill: 1, Decode: 1},
 			[]string{"dense preset, nothing measured yet"},
 		},
+		"short answers alone": {
+			&client.CostModel{Preset: "dense", Prefill: 1, Decode: 0.021},
+			[]string{"dense preset; measured decode at most 0.02 x"},
+		},
 		"both halves": {
 			&client.CostModel{
 				Preset: "dense", Prefill: 1.841, Decode: 1.02, PrefillSamples: 312, DecodeSamples: 9,
@@ -314,8 +318,8 @@ func TestRouterShowDescribesTheTimeModel(t *testing.T) {
 		},
 		"many slow ranks": {
 			&client.CostModel{
-				Preset: "dense",
-				Ranks:  slices.Repeat([]client.WorkerSpeed{{Worker: "0/3", Slow: 2, Spread: 1.5}}, 9),
+				Preset: "dense", Decode: 1,
+				Ranks: slices.Repeat([]client.WorkerSpeed{{Worker: "0/3", Slow: 2, Spread: 1.5}}, 9),
 			},
 			[]string{
 				"dense preset, nothing measured yet",

@@ -158,11 +158,16 @@ func describeCostModel(m *client.CostModel) string {
 	}
 	if m.DecodeSamples > 0 {
 		factors = append(factors, fmt.Sprintf("decode %.2f x", m.Decode))
+	} else if m.Decode < 1 {
+		factors = append(factors, fmt.Sprintf("decode at most %.2f x", m.Decode))
 	}
 	if len(factors) == 0 {
 		return m.Preset + " preset, nothing measured yet"
 	}
 	s := m.Preset + " preset; measured " + strings.Join(factors, ", ")
+	if m.PrefillSamples+m.DecodeSamples == 0 {
+		return s
+	}
 	last := formatAge(time.Duration(m.AgeS * float64(time.Second)))
 	if m.PrefillSamples == 0 {
 		return s + ", last sample " + last + " ago"
