@@ -80,6 +80,8 @@ class Node:
         for _ in range(300):
             if self.cli("status")[0] == 0:
                 return
+            if p.poll() is not None:
+                break
             time.sleep(0.1)
         raise SystemExit("dpserve does not start: see %s/%s.log" % (WORK, self.name))
 
