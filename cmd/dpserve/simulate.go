@@ -6,6 +6,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"os"
 	"path/filepath"
 	"runtime"
 	"strings"
@@ -30,6 +32,7 @@ type simulateFlags struct {
 	ingresses  int
 	lag        time.Duration
 	ttft, tpot time.Duration
+	page, plot string
 	output     *format
 }
 
@@ -88,6 +91,8 @@ the instants within what timestamps are rounded by, in generated requests, and i
 		"limit of the first token for goodput (default ttft_s of FILE's policy, else 2s)")
 	flags.DurationVar(&f.tpot, "slo-tpot", 0,
 		"limit of the mean gap between tokens for goodput (default tpot_s, else 50ms)")
+	flags.StringVar(&f.page, "html", "", "`FILE` for a report with plots, which needs nothing else")
+	flags.StringVar(&f.plot, "svg", "", "`FILE` for the plot of goodput by rate")
 	f.output = addOutput(cmd)
 	return cmd
 }
@@ -153,7 +158,27 @@ func (f *simulateFlags) run(ctx context.Context, e *env, path string) error {
 	}
 	report := study.Report()
 	report.App, report.Trace = pools[0].Name, filepath.Base(f.trace)
-	return simulationListing(report).write(e.io, *f.output)
+	if err := simulationListing(report).write(e.io, *f.output); err != nil {
+		return err
+	}
+	return errors.Join(writeTo(f.page, report.WritePage), writeTo(f.plot, report.WritePlot))
+}
+
+// writeTo writes a file; without a name nothing.
+func writeTo(path string, write func(w io.Writer) error) error {
+	if path == "" {
+		return nil
+	}
+	var text bytes.Buffer
+	err := write(&text)
+	if err == nil {
+		err = os.WriteFile(path, text.Bytes(), 0o644) //nolint:gosec // a report is no secret
+	}
+	if err != nil {
+		return problem.New(problem.InvalidArgument, "cannot write %s: %w", path, err).
+			WithHint("name a file in a folder that you may write to")
+	}
+	return nil
 }
 
 // open reads the trace, or finds the generator.
@@ -280,32 +305,10 @@ func simulationListing(r *simulate.Report) *listing {
 }
 
 func simulationTable(r *simulate.Report, load *simulate.Load) *table {
-	rows := append(load.Settings[:len(load.Settings):len(load.Settings)], load.Alone, load.Pooled)
-	lines := make([][]string, len(rows))
-	t := &table{head: []string{"POLICY"}}
-	for i := range rows {
-		lines[i] = []string{rows[i].Name}
-	}
-	for _, m := range simulate.Measures() {
-		isShown := false
-		for i := range rows {
-			_, has := rows[i].Figures[m.Key]
-			isShown = isShown || has
-		}
-		if !isShown {
-			continue
-		}
-		t.head = append(t.head, m.Title)
-		for i := range rows {
-			text := ""
-			if figure, has := rows[i].Figures[m.Key]; has {
-				text = figure.Text(m.Format)
-			}
-			lines[i] = append(lines[i], text)
-		}
-	}
-	for _, line := range lines {
-		t.add(cells(line...)...)
+	head, rows := load.Table()
+	t := &table{head: head}
+	for _, row := range rows {
+		t.add(cells(row...)...)
 	}
 	duration := func(ms float64) time.Duration { return time.Duration(ms * float64(time.Millisecond)) }
 	t.notes = []string{fmt.Sprintf("%s at rate %g: %s, %d of them longer than a rank holds; "+

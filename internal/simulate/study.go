@@ -103,7 +103,8 @@ func (s *Study) Play(run int, each func(share float64) error) error {
 // Measure is a figure of a run.
 type Measure struct {
 	Key    string // in JSON
-	Title  string
+	Title  string // of its column
+	Name   string // of its plot
 	Format string // of a mean
 	Rare   bool   // it is shown if some run has it
 	of     func(r *Result) float64
@@ -118,31 +119,31 @@ func Measures() []Measure {
 		return func(r *Result) float64 { return ms(Percentile(r.TPOT, p)) }
 	}
 	return []Measure{
-		{"goodput_percent", "GOODPUT %", "%.1f", false, func(r *Result) float64 { return 100 * r.Goodput }},
-		{"ttft_mean_s", "TTFT s MEAN", "%.2f", false, func(r *Result) float64 {
+		{"goodput_percent", "GOODPUT %", "goodput, %", "%.1f", false, func(r *Result) float64 { return 100 * r.Goodput }},
+		{"ttft_mean_s", "TTFT s MEAN", "mean time to the first token, s", "%.2f", false, func(r *Result) float64 {
 			return Mean(r.TTFT).Seconds()
 		}},
-		{"ttft_p50_s", "P50", "%.2f", false, seconds(.5)},
-		{"ttft_p99_s", "P99", "%.2f", false, seconds(.99)},
-		{"tpot_p50_ms", "TPOT ms P50", "%.1f", false, tpot(.5)},
-		{"tpot_p99_ms", "P99", "%.0f", false, tpot(.99)},
-		{"hit_percent", "HIT %", "%.1f", false, func(r *Result) float64 { return 100 * r.Hit }},
-		{"max_mean_requests", "MAX/MEAN REQUESTS", "%.2f", false, func(r *Result) float64 {
+		{"ttft_p50_s", "P50", "p50 time to the first token, s", "%.2f", false, seconds(.5)},
+		{"ttft_p99_s", "P99", "p99 time to the first token, s", "%.2f", false, seconds(.99)},
+		{"tpot_p50_ms", "TPOT ms P50", "p50 time per token, ms", "%.1f", false, tpot(.5)},
+		{"tpot_p99_ms", "P99", "p99 time per token, ms", "%.0f", false, tpot(.99)},
+		{"hit_percent", "HIT %", "prompt tokens from a cache, %", "%.1f", false, func(r *Result) float64 { return 100 * r.Hit }},
+		{"max_mean_requests", "MAX/MEAN REQUESTS", "requests of the busiest rank over the mean", "%.2f", false, func(r *Result) float64 {
 			return MaxMean(r.Requests)
 		}},
-		{"max_mean_work", "WORK", "%.2f", false, func(r *Result) float64 { return MaxMean(r.Work) }},
-		{"prefill_percent", "SPLIT %", "%.1f", true, func(r *Result) float64 {
+		{"max_mean_work", "WORK", "prefill of the busiest rank over the mean", "%.2f", false, func(r *Result) float64 { return MaxMean(r.Work) }},
+		{"prefill_percent", "SPLIT %", "", "%.1f", true, func(r *Result) float64 {
 			split := 0
 			for _, n := range r.Prefill.Requests {
 				split += n
 			}
 			return 100 * float64(split) / float64(max(r.Offered, 1))
 		}},
-		{"max_mean_burst", "OF A BURST", "%.2f", true, func(r *Result) float64 {
+		{"max_mean_burst", "OF A BURST", "", "%.2f", true, func(r *Result) float64 {
 			mean, _ := r.BurstMaxMean()
 			return mean
 		}},
-		{"failed_percent", "FAILED %", "%.2f", true, func(r *Result) float64 {
+		{"failed_percent", "FAILED %", "", "%.2f", true, func(r *Result) float64 {
 			return 100 * float64(r.Failed) / float64(max(r.Offered, 1))
 		}},
 	}

@@ -1,6 +1,8 @@
 package simulate_test
 
 import (
+	"encoding/xml"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -45,6 +47,19 @@ func TestRunsOfAStudyNeedNothingOfEachOther(t *testing.T) {
 		assert.Positive(t, load.Pooled.Figures["ttft_p50_s"].Mean)
 	}
 	assert.Equal(t, "one pooled rank, load 8, seed 13", forth.Name(forth.Runs()-1))
+
+	var page, plot strings.Builder
+	report.App = "<demo>"
+	require.NoError(t, report.WritePage(&page))
+	require.NoError(t, report.WritePlot(&plot))
+	assert.NotContains(t, page.String(), "<demo>")
+	assert.Equal(t, 9, strings.Count(page.String(), "<svg "))
+	assert.Equal(t, 2, strings.Count(page.String(), "<table>"))
+	for _, outside := range []string{"<script", "src=", "href=", "url("} {
+		assert.NotContains(t, page.String(), outside, "the page needs nothing else")
+	}
+	assert.Equal(t, 4, strings.Count(plot.String(), "stroke-width"), "two policies, two bounds")
+	require.NoError(t, xml.Unmarshal([]byte(plot.String()), new(struct{})))
 }
 
 func TestInterval(t *testing.T) {
