@@ -2,7 +2,6 @@ package main
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -278,15 +277,17 @@ func (p *simulationProgress) end(run int) {
 func (p *simulationProgress) line(study *simulate.Study) string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	const width = 20
+	const width, leastDone = 20, .1
 	done, name := float64(p.ended), ""
 	for run, share := range p.shares {
 		done += share
-		name = cmp.Or(min(name, study.Name(run)), study.Name(run))
+		if one := study.Name(run); name == "" || one < name {
+			name = one
+		}
 	}
 	full := int(width * done / float64(p.total))
 	left := ""
-	if done > 0 {
+	if done > leastDone {
 		more := float64(p.now().Sub(p.began)) * (float64(p.total) - done) / done
 		left = fmt.Sprintf(", %s left", time.Duration(more).Round(time.Second))
 	}

@@ -118,35 +118,52 @@ func Measures() []Measure {
 	tpot := func(p float64) func(r *Result) float64 {
 		return func(r *Result) float64 { return ms(Percentile(r.TPOT, p)) }
 	}
+	share := func(of func(r *Result) int) func(r *Result) float64 {
+		return func(r *Result) float64 { return 100 * float64(of(r)) / float64(max(r.Offered, 1)) }
+	}
 	return []Measure{
-		{"goodput_percent", "GOODPUT %", "goodput, %", "%.1f", false, func(r *Result) float64 { return 100 * r.Goodput }},
-		{"ttft_mean_s", "TTFT s MEAN", "mean time to the first token, s", "%.2f", false, func(r *Result) float64 {
-			return Mean(r.TTFT).Seconds()
-		}},
-		{"ttft_p50_s", "P50", "p50 time to the first token, s", "%.2f", false, seconds(.5)},
-		{"ttft_p99_s", "P99", "p99 time to the first token, s", "%.2f", false, seconds(.99)},
-		{"tpot_p50_ms", "TPOT ms P50", "p50 time per token, ms", "%.1f", false, tpot(.5)},
-		{"tpot_p99_ms", "P99", "p99 time per token, ms", "%.0f", false, tpot(.99)},
-		{"hit_percent", "HIT %", "prompt tokens from a cache, %", "%.1f", false, func(r *Result) float64 { return 100 * r.Hit }},
-		{"max_mean_requests", "MAX/MEAN REQUESTS", "requests of the busiest rank over the mean", "%.2f", false, func(r *Result) float64 {
-			return MaxMean(r.Requests)
-		}},
-		{"max_mean_work", "WORK", "prefill of the busiest rank over the mean", "%.2f", false, func(r *Result) float64 { return MaxMean(r.Work) }},
-		{"prefill_percent", "SPLIT %", "", "%.1f", true, func(r *Result) float64 {
-			split := 0
-			for _, n := range r.Prefill.Requests {
-				split += n
-			}
-			return 100 * float64(split) / float64(max(r.Offered, 1))
-		}},
-		{"max_mean_burst", "OF A BURST", "", "%.2f", true, func(r *Result) float64 {
+		{
+			Key: "goodput_percent", Title: "GOODPUT %", Name: "goodput, %", Format: "%.1f",
+			of: func(r *Result) float64 { return 100 * r.Goodput },
+		},
+		{
+			Key: "ttft_mean_s", Title: "TTFT s MEAN", Name: "first token, mean, s", Format: "%.2f",
+			of: func(r *Result) float64 { return Mean(r.TTFT).Seconds() },
+		},
+		{Key: "ttft_p50_s", Title: "P50", Name: "first token, p50, s", Format: "%.2f", of: seconds(.5)},
+		{Key: "ttft_p99_s", Title: "P99", Name: "first token, p99, s", Format: "%.2f", of: seconds(.99)},
+		{Key: "tpot_p50_ms", Title: "TPOT ms P50", Name: "per token, p50, ms", Format: "%.1f", of: tpot(.5)},
+		{Key: "tpot_p99_ms", Title: "P99", Name: "per token, p99, ms", Format: "%.0f", of: tpot(.99)},
+		{
+			Key: "hit_percent", Title: "HIT %", Name: "prompt tokens from a cache, %", Format: "%.1f",
+			of: func(r *Result) float64 { return 100 * r.Hit },
+		},
+		{
+			Key: "max_mean_requests", Title: "MAX/MEAN REQUESTS", Name: "requests, busiest rank over mean",
+			Format: "%.2f", of: func(r *Result) float64 { return MaxMean(r.Requests) },
+		},
+		{
+			Key: "max_mean_work", Title: "WORK", Name: "prefill, busiest rank over mean",
+			Format: "%.2f", of: func(r *Result) float64 { return MaxMean(r.Work) },
+		},
+		{Key: "split_percent", Title: "SPLIT %", Format: "%.1f", Rare: true, of: share((*Result).split)},
+		{Key: "max_mean_burst", Title: "OF A BURST", Format: "%.2f", Rare: true, of: func(r *Result) float64 {
 			mean, _ := r.BurstMaxMean()
 			return mean
 		}},
-		{"failed_percent", "FAILED %", "", "%.2f", true, func(r *Result) float64 {
-			return 100 * float64(r.Failed) / float64(max(r.Offered, 1))
-		}},
+		{
+			Key: "failed_percent", Title: "FAILED %", Format: "%.2f", Rare: true,
+			of: share(func(r *Result) int { return r.Failed }),
+		},
 	}
+}
+
+// split is how many prompts prefill ranks computed.
+func (r *Result) split() (n int) {
+	for _, requests := range r.Prefill.Requests {
+		n += requests
+	}
+	return n
 }
 
 func figuresOf(r *Result) []float64 {
