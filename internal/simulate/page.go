@@ -29,8 +29,8 @@ td:first-child,th:first-child{text-align:left}
 <h1>{{.App}}: {{.Trace}}</h1>
 <p>Goals: first token within {{.TTFTMs}} ms, {{.TPOTMs}} ms per token after it. Ingresses: {{.Ingresses}}, ` +
 	`records {{.LagMs}} ms old. Means of {{.Seeds}} seeds, and half of their 95 % confidence intervals. ` +
-	`The last two rows are bounds: each request alone on an idle rank whose cache holds all prompts before it, ` +
-	`and one rank as fast as all together.</p>
+	`The last two rows are bounds: each request alone on an idle rank whose cache holds all prompts ` +
+	`before it, and one rank as fast as all together.</p>
 <div class="plots">{{range .Plots}}<div>{{template "plot" .}}</div>
 {{end}}</div>
 {{range .Tables}}<h2>Rate {{.Load.Load}}</h2>
