@@ -244,7 +244,7 @@ func candidateColor(r *client.RankExplanation) color {
 }
 
 // termNames returns the names of the terms of a table's rows, in the order of the formula. A term that is 0
-// in every row says nothing, and gets a column only with -o wide.
+// in every row, or nearly so, says nothing, and gets a column only with -o wide.
 func termNames(rows [][]client.Term, wide bool) []string {
 	var names []string
 	counts := map[string]bool{}
@@ -253,7 +253,7 @@ func termNames(rows [][]client.Term, wide bool) []string {
 			if !slices.Contains(names, t.Name) {
 				names = append(names, t.Name)
 			}
-			counts[t.Name] = counts[t.Name] || t.Value != 0 || wide
+			counts[t.Name] = counts[t.Name] || math.Abs(t.Value) >= leastDecimal || wide
 		}
 	}
 	return slices.DeleteFunc(names, func(name string) bool { return !counts[name] })
@@ -353,11 +353,14 @@ func formatScore(v float64) string {
 	return formatDecimal(v)
 }
 
+// leastDecimal is the least value that has a digit within four decimals.
+const leastDecimal = 1e-4
+
 // formatDecimal returns a number of a score with at most four decimals; very large and very small numbers use
 // powers of ten. JSON has all digits.
 func formatDecimal(v float64) string {
-	const most, least = 1e7, 1e-4
-	if a := math.Abs(v); a >= most || a > 0 && a < least {
+	const most = 1e7
+	if a := math.Abs(v); a >= most || a > 0 && a < leastDecimal {
 		return strconv.FormatFloat(v, 'g', 4, 64)
 	}
 	s := strconv.FormatFloat(v, 'f', 4, 64)

@@ -45,7 +45,7 @@ func explainedPair() *client.Explanation {
 				},
 				{
 					Decode: "0/0", CostMs: 300, Terms: append(terms(10, 290, 0)[:2],
-						client.Term{Name: "memory", Unit: "ms"}),
+						client.Term{Name: "memory", Unit: "ms", Value: 9e-5}),
 				},
 			},
 			PrefillPool: &client.Explanation{
