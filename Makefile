@@ -101,6 +101,10 @@ release: ## archives for Linux and macOS in ./dist, with checksums and the list 
 test-release: ## a release, twice, from two clones: the same bytes, and the binary of this machine runs
 	DPSERVE_RELEASE=1 go test -count=1 -v -timeout 60m ./test/release
 
+.PHONY: test-alerts
+test-alerts: ## examples/prometheus by promtool, which has to be installed
+	cd examples/prometheus && promtool check rules alerts.yml && promtool check config prometheus.yml
+
 .PHONY: clean
 clean: ## what build and release left behind
 	rm -rf bin dist

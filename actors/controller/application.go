@@ -22,12 +22,11 @@ type application struct {
 	units    []app.Unit         // wanted, of all pools
 	launch   map[string]string
 
-	rollOut    rollOut
-	running    uint64 // the last revision that was RUNNING
-	status     state.AppStatus
-	lastCounts []RanksEffect // the last emitted counts of its pools
-	busy       bool          // ForgetApp is under way
-	retryAt    time.Time
+	rollOut rollOut
+	running uint64 // the last revision that was RUNNING
+	status  state.AppStatus
+	busy    bool // ForgetApp is under way
+	retryAt time.Time
 }
 
 // poolAt returns the index of a pool, -1 if the application does not have it.

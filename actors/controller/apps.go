@@ -21,7 +21,7 @@ func (c *Core) updateApps(now time.Time) {
 		if old == nil || old.revision != s.Revision {
 			c.apps[name] = readApp(s)
 			if old != nil {
-				c.apps[name].status, c.apps[name].lastCounts = old.status, old.lastCounts
+				c.apps[name].status = old.status
 				c.apps[name].rollOut = rollOut{since: now, busy: old.rollOut.busy}
 			}
 		}
@@ -33,9 +33,6 @@ func (c *Core) updateApps(now time.Time) {
 	}
 	for name := range c.apps {
 		if c.state.Apps[name] == nil {
-			for _, counts := range c.apps[name].lastCounts {
-				c.emit(ForgetRanksEffect{counts.Pool})
-			}
 			for _, p := range c.apps[name].pools {
 				delete(c.avoided, p.PoolName())
 			}
@@ -274,7 +271,6 @@ func (c *Core) forgetFinished(now time.Time) {
 }
 
 func (c *Core) updateAppStatus(now time.Time, a *application) {
-	c.countRanks(a)
 	s := c.deriveStatus(a, a.pools)
 	if s == state.Running {
 		a.running = a.revision
@@ -286,34 +282,6 @@ func (c *Core) updateAppStatus(now time.Time, a *application) {
 		At: now, App: a.name, From: string(a.status), To: string(s), Reason: joinMessage(c.messageLines(a)),
 	}})
 	a.status = s
-}
-
-// countRanks tells the counts of pools that have changed, and which pools the application no longer has.
-func (c *Core) countRanks(a *application) {
-	counts := make([]RanksEffect, len(a.pools))
-	for i, pool := range a.pools {
-		out := &counts[i]
-		out.Pool = pool.PoolName()
-		for j := range a.units {
-			w := &a.units[j]
-			if w.Pool != pool.Pool || !a.isWanted(w.ID) {
-				continue
-			}
-			out.Desired += len(w.Ranks)
-			if u := c.units[w.ID]; u != nil && u.m.Phase == state.Ready {
-				out.Ready += len(u.ranks)
-			}
-		}
-		if !slices.Contains(a.lastCounts, *out) {
-			c.emit(*out)
-		}
-	}
-	for _, old := range a.lastCounts {
-		if !slices.ContainsFunc(counts, func(n RanksEffect) bool { return n.Pool == old.Pool }) {
-			c.emit(ForgetRanksEffect{old.Pool})
-		}
-	}
-	a.lastCounts = counts
 }
 
 // deriveStatus returns the status of some pools of an application. A pool whose services have no address yet

@@ -65,11 +65,8 @@ type Assigner interface {
 // Metrics counts the changes of units, by the names of their pools. It is called from one goroutine at a time
 // and may not block.
 type Metrics interface {
-	UnitPhase(pool, unit string, phase state.Phase, epoch uint64)
-	UnitRestart(pool, unit string)
+	UnitPhase(pool, unit string, phase state.Phase)
 	UnitForget(pool, unit string)
-	AppRanks(pool string, ready, desired int)
-	AppRanksForget(pool string)
 }
 
 // Config is the configuration of a Controller. Store must have everything that was committed before this node
@@ -182,11 +179,6 @@ func (c *Controller) Close() error {
 		for id, u := range c.core.units {
 			c.cfg.Metrics.UnitForget(u.poolName(), id)
 		}
-		for _, a := range c.core.apps {
-			for _, counts := range a.lastCounts {
-				c.cfg.Metrics.AppRanksForget(counts.Pool)
-			}
-		}
 	})
 	return c.closeErr
 }
@@ -243,14 +235,8 @@ func (c receiver) Receive(m any) {
 			continue
 		case ChangeEffect:
 			c.publishEvent(e.Event)
-		case RestartEffect:
-			c.cfg.Metrics.UnitRestart(e.Pool, e.Unit)
 		case ForgetEffect:
 			c.cfg.Metrics.UnitForget(e.Pool, e.Unit)
-		case RanksEffect:
-			c.cfg.Metrics.AppRanks(e.Pool, e.Ready, e.Desired)
-		case ForgetRanksEffect:
-			c.cfg.Metrics.AppRanksForget(e.Pool)
 		default:
 			c.executor.execute(e)
 			continue
@@ -301,7 +287,7 @@ func (c *Controller) publishEvent(e Event) {
 		slog.String("to", e.To),
 	}
 	if e.Unit != "" {
-		c.cfg.Metrics.UnitPhase(e.Pool, e.Unit, state.Phase(e.To), e.Epoch)
+		c.cfg.Metrics.UnitPhase(e.Pool, e.Unit, state.Phase(e.To))
 		attrs = append(attrs, slog.String("unit", e.Unit), slog.Uint64("epoch", e.Epoch))
 	}
 	// a start would repeat the reason of the end before it

@@ -81,40 +81,20 @@ func (a *agent) StopRank(_ context.Context, m *msg.StopRank) error {
 
 // counter implements Metrics.
 type counter struct {
-	mu       sync.Mutex
-	phases   map[string]state.Phase
-	restarts int
-	ranks    map[string][2]int // by application: ready, desired
+	mu     sync.Mutex
+	phases map[string]state.Phase
 }
 
-func (c *counter) UnitPhase(_, unit string, p state.Phase, _ uint64) {
+func (c *counter) UnitPhase(_, unit string, p state.Phase) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.phases[unit] = p
-}
-
-func (c *counter) UnitRestart(string, string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.restarts++
 }
 
 func (c *counter) UnitForget(_, unit string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	delete(c.phases, unit)
-}
-
-func (c *counter) AppRanks(app string, ready, desired int) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.ranks[app] = [2]int{ready, desired}
-}
-
-func (c *counter) AppRanksForget(app string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	delete(c.ranks, app)
 }
 
 type rig struct {
@@ -131,7 +111,7 @@ func rigged(t *testing.T, change func(*Config), f func(t *testing.T, r *rig)) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &rig{
 			store: newMemStore(), agent: &agent{newest: map[string]msg.UnitEvent{}},
-			metrics: &counter{phases: map[string]state.Phase{}, ranks: map[string][2]int{}},
+			metrics: &counter{phases: map[string]state.Phase{}},
 			logs:    new(parallel.Buffer),
 		}
 		_, err := r.store.Propose(t.Context(), state.Command{PutNode: &state.PutNode{Node: node("a", 8)}})
@@ -181,7 +161,6 @@ func TestDeployStatusEventsDelete(t *testing.T) {
 		assert.Equal(t, client.RankStatus{Rank: 2, Node: "a", Phase: "ready", Epoch: 1},
 			s[0].Units[2].Ranks[0])
 		assert.Equal(t, state.Ready, r.metrics.phases["chat/0/3"])
-		assert.Equal(t, map[string][2]int{"chat": {4, 4}}, r.metrics.ranks)
 
 		events := r.Events(0)
 		require.NotEmpty(t, events)
@@ -198,7 +177,6 @@ func TestDeployStatusEventsDelete(t *testing.T) {
 		assert.Empty(t, r.Status())
 		assert.Empty(t, r.store.State().Apps)
 		assert.Empty(t, r.metrics.phases)
-		assert.Empty(t, r.metrics.ranks)
 	})
 }
 
@@ -353,8 +331,5 @@ func agree(context.Context) error { return nil }
 // noMetrics counts nothing.
 type noMetrics struct{}
 
-func (noMetrics) UnitPhase(string, string, state.Phase, uint64) {}
-func (noMetrics) UnitRestart(string, string)                    {}
-func (noMetrics) UnitForget(string, string)                     {}
-func (noMetrics) AppRanks(string, int, int)                     {}
-func (noMetrics) AppRanksForget(string)                         {}
+func (noMetrics) UnitPhase(string, string, state.Phase) {}
+func (noMetrics) UnitForget(string, string)             {}

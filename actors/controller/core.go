@@ -206,8 +206,6 @@ func (c *Core) applyEffect(u *unit, f state.Effect) {
 		c.stop(u, isGone, f.Grace)
 	case state.DoStopOthers:
 		c.stop(u, isEnded, 0)
-	case state.CountRestart:
-		c.emit(RestartEffect{u.poolName(), u.id})
 	}
 }
 
@@ -335,7 +333,7 @@ func (c *Core) resumeUnit(now time.Time, rec *state.Unit) {
 	u := c.addFromRecord(rec)
 	u.m = state.Machine{
 		Phase: rec.Phase, Epoch: rec.Epoch, Launch: rec.Launch, Served: c.state.Served[rec.ID],
-		Attempt: rec.Attempt, Failures: max(0, rec.Attempt-1), Starts: 1, Since: time.UnixMilli(rec.Since),
+		Attempt: rec.Attempt, Failures: max(0, rec.Attempt-1), Since: time.UnixMilli(rec.Since),
 		Attach: c.isAttach(rec.App), Reason: rec.Reason, LogTail: rec.LogTail, LastEnd: rec.LastEnd,
 	}
 	switch rec.Phase {

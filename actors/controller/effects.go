@@ -89,15 +89,6 @@ type (
 	}
 	// ChangeEffect is a change for the ring, the log and the metrics.
 	ChangeEffect struct{ Event }
-	// RanksEffect reports how many ranks of a pool are ready and wanted, first and after each change.
-	RanksEffect struct {
-		Pool           string // app.Application.PoolName
-		Ready, Desired int
-	}
-	// ForgetRanksEffect reports that a pool is gone.
-	ForgetRanksEffect struct{ Pool string }
-	// RestartEffect counts a start of a unit after its first one.
-	RestartEffect struct{ Pool, Unit string }
 	// ForgetEffect reports that nothing is left of a unit.
 	ForgetEffect struct{ Pool, Unit string }
 )

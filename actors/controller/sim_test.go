@@ -151,8 +151,6 @@ func (w *world) do(e Effect) {
 		w.log("start %s epoch %d on %s", e.Order.Unit, e.Order.Epoch, e.Node)
 	case StopEffect:
 		w.log("stop %s epoch %d on %s, grace %s", e.Order.Unit, e.Order.Epoch, e.Node, e.Order.Grace)
-	case RestartEffect:
-		w.log("restart %s", e.Unit)
 	case ForgetEffect:
 		w.log("forget %s", e.Unit)
 	}

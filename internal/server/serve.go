@@ -6,17 +6,13 @@ import (
 	"errors"
 	"log/slog"
 	"net"
-	"net/http"
-	"strings"
 	"syscall"
 	"time"
 
 	"github.com/dpserve/dpserve/actors/msg"
-	"github.com/dpserve/dpserve/client"
 	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
-	"github.com/dpserve/dpserve/internal/telemetry"
 )
 
 // The times of an end, in the order in which they pass. Between the first and the second, streams have their
@@ -349,76 +345,4 @@ func (n *Node) Totals() (requests, tokens uint64, inflight int) {
 		return 0, 0, 0
 	}
 	return n.ingress.Totals()
-}
-
-// sampleOf is a rank in the form of the metrics.
-func sampleOf(app string, r *client.RankStatus) telemetry.RankSample {
-	out := telemetry.RankSample{
-		App: app, Group: r.Group, Rank: r.Rank, InFlight: r.InFlight, Ejected: r.Ejected,
-	}
-	if kv := r.KV; kv != nil {
-		out.KV = &telemetry.KVSample{
-			Blocks: kv.Blocks, Bytes: kv.Bytes, Orphans: kv.Orphans, Evicted: kv.Evicted,
-		}
-		if e := kv.Events; e != nil {
-			out.KV.Events, out.KV.Silent = true, e.State == client.EventsSilent
-			out.KV.Batches, out.KV.Gaps, out.KV.Restarts, out.KV.Dropped = e.Batches, e.Gaps, e.Restarts,
-				e.Dropped
-			out.KV.Unknown = e.UnknownMembers
-		}
-	}
-	if t := r.Transfer; t != nil {
-		out.Transfer = &telemetry.TransferSample{
-			Count: t.Count, Bytes: t.Bytes, Failed: t.Failed, Expired: t.Expired, LateReads: t.LateReads,
-			Seconds: t.TotalMs / 1000,
-		}
-	}
-	return out
-}
-
-// appendGroups appends the queues of lockstep groups that this node has.
-func appendGroups(into []telemetry.GroupSample, app string,
-	queues []client.GroupQueue,
-) []telemetry.GroupSample {
-	for i := range queues {
-		if q := &queues[i]; q.IsHere {
-			into = append(into, telemetry.GroupSample{
-				App: app, Group: q.Group, Held: q.Held, Open: q.Open, PaceMs: q.PaceMs,
-				DecodeBalance: q.DecodeBalance, Cohorts: q.Cohorts.Count, CohortRequests: q.Cohorts.Requests,
-				OnRanks: q.Cohorts.Ranks,
-			})
-		}
-	}
-	return into
-}
-
-// metricsHandler returns /metrics: it updates the gauges of ranks, KV caches and the lease, then answers.
-func metricsHandler(n *Node) http.Handler {
-	pages := n.metrics.Handler()
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		_, leads := n.leading.Current()
-		n.nodeMetrics.Show(n.node.LeaseLeft().Seconds(), leads)
-		var samples []telemetry.RankSample
-		var indexes []telemetry.AppIndex
-		var groups []telemetry.GroupSample
-		for unit, ranks := range n.node.RankStatuses() {
-			name, _, _ := strings.Cut(unit, "/")
-			for i := range ranks {
-				samples = append(samples, sampleOf(name, &ranks[i]))
-			}
-		}
-		if n.ingress != nil {
-			for _, p := range n.store.State().Pools() {
-				name := p.PoolName()
-				if ix := n.ingress.Index(name); ix != nil {
-					indexes = append(indexes, telemetry.AppIndex{
-						App: name, Blocks: ix.Blocks, Bytes: ix.Bytes, Evicted: ix.Evicted,
-					})
-				}
-				groups = appendGroups(groups, name, n.ingress.GroupQueues(name))
-			}
-		}
-		n.metrics.ShowRanks(samples, indexes, groups)
-		pages.ServeHTTP(w, r)
-	})
 }

@@ -15,7 +15,6 @@ type Machine struct {
 	Attempt   int    // starts since the last ready, of the grant in hand, from 1
 	Failures  int    // ends in a row of a unit that has served, failed starts included
 	Refusals  int    // starts in a row that found ports of the block taken; they are no attempts
-	Starts    int    // grants since the unit was wanted anew
 	Attach    bool   // dpserve did not start the engine: it recovers in place, fenced → ready
 	Stopping  bool   // the grant in hand is not wanted: its end is followed by a release
 	WasReady  bool   // the grant in hand was ready once
@@ -104,7 +103,6 @@ const (
 	ProposeFenced                    // UnitFenced
 	ProposeFailed                    // UnitFailed
 	ProposeRelease                   // Release
-	CountRestart                     // a start after the first one
 )
 
 // Effect is one action, for the machine's epoch.
@@ -196,9 +194,7 @@ func (m *Machine) handleRedeploy() []Effect {
 	if m.Phase != Failed && m.Phase != Backoff {
 		return nil
 	}
-	starts := m.Starts
 	m.forget(Pending)
-	m.Starts = starts
 	return []Effect{{Kind: DoGrant, Attempt: 1}}
 }
 
@@ -258,12 +254,8 @@ func (m *Machine) handleGranted(e Event, now time.Time, t Timers) []Effect {
 		return nil
 	}
 	m.Phase, m.Epoch, m.Launch, m.Attempt = Starting, e.Epoch, e.Launch, max(1, e.Attempt)
-	m.Starts++
 	m.Confirmed, m.WasReady, m.Died, m.ReadyAt, m.Due = false, false, false, time.Time{}, now.Add(t.Resend)
-	if m.Starts == 1 {
-		return []Effect{{Kind: DoStart}}
-	}
-	return []Effect{{Kind: DoStart}, {Kind: CountRestart}}
+	return []Effect{{Kind: DoStart}}
 }
 
 // handleLost starts a unit again whose processes are known to be gone. After EvLost the new grant replaces
@@ -296,7 +288,7 @@ func (m *Machine) handleLost(e Event, now time.Time, t Timers) []Effect {
 func (m *Machine) requestGrant(e Event, attempt int) []Effect {
 	was := *m
 	m.forget(Pending)
-	m.Starts, m.Failures, m.NodeDied, m.Reason = max(1, was.Starts), was.Failures, was.NodeDied, e.Reason
+	m.Failures, m.NodeDied, m.Reason = was.Failures, was.NodeDied, e.Reason
 	if e.Kind == EvNodeLost {
 		return []Effect{{Kind: ProposeRelease}, {Kind: DoGrant, Attempt: attempt}}
 	}

@@ -25,12 +25,12 @@ var eventNames = map[UnitEventKind]string{
 var effectNames = map[EffectKind]string{
 	DoGrant: "grant", DoStart: "start", DoStop: "stop", DoStopOthers: "stop others",
 	ProposeReady: "UnitReady", ProposeFenced: "UnitFenced",
-	ProposeFailed: "UnitFailed", ProposeRelease: "Release", CountRestart: "count",
+	ProposeFailed: "UnitFailed", ProposeRelease: "Release",
 }
 
 // in is a machine in a phase, at epoch 3, as it gets there: second attempt of a start, or ready, or after it.
 func in(p Phase) Machine {
-	m := Machine{Phase: p, Epoch: 3, Attempt: 2, Starts: 2, Since: noon}
+	m := Machine{Phase: p, Epoch: 3, Attempt: 2, Since: noon}
 	switch p {
 	case Starting:
 		m.Due = noon
@@ -52,7 +52,7 @@ var edges = map[string]string{
 	"gone want":       "pending: grant",
 	"gone granted":    "gone: Release",
 	"pending unwant":  "gone: Release",
-	"pending granted": "starting: start, count",
+	"pending granted": "starting: start",
 
 	"starting unwant":    "killing: stop",
 	"starting lost":      "backoff:",
@@ -89,7 +89,7 @@ var edges = map[string]string{
 	"backoff node lost": "pending: Release, grant",
 	"backoff leave":     "backoff: grant",
 	"backoff tick":      "backoff: grant",
-	"backoff granted":   "starting: start, count",
+	"backoff granted":   "starting: start",
 
 	"draining lost":      "gone: Release",
 	"draining node lost": "gone: Release",
@@ -101,7 +101,7 @@ var edges = map[string]string{
 	"failed unwant":   "gone: Release",
 	"failed redeploy": "pending: grant",
 	"failed tick":     "failed: grant",
-	"failed granted":  "starting: start, count",
+	"failed granted":  "starting: start",
 }
 
 // edgesOthers are those that differ while other nodes of the unit live and have not said the same.
@@ -229,7 +229,7 @@ func TestThirdFailedStartIsFailed(t *testing.T) {
 
 // failedOnce is a machine whose first attempts have failed, of what was launched as "l".
 func failedOnce() Machine {
-	return Machine{Phase: Failed, Epoch: 3, Launch: "l", Attempt: 3, Due: noon, Starts: 3}
+	return Machine{Phase: Failed, Epoch: 3, Launch: "l", Attempt: 3, Due: noon}
 }
 
 // HF52: TestFailedUnitIsTriedAgain now and then. It counts as failed until it is ready; from then on it is

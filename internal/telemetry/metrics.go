@@ -38,6 +38,7 @@ type Metrics struct {
 	vecs      *vectors
 	pairVecs  *pairVectors
 	ranks     *rankCollector
+	pools     *poolCollector
 	raftApply *prometheus.HistogramVec
 
 	mu    sync.Mutex
@@ -52,7 +53,8 @@ type appKey struct{ app, policy string }
 func New() *Metrics {
 	m := &Metrics{
 		registry: prometheus.NewRegistry(), vecs: newVectors(), pairVecs: newPairVectors(),
-		ranks: newRankCollector(), apps: map[appKey]*App{}, pairs: map[string]*Pair{},
+		ranks: newRankCollector(), pools: newPoolCollector(),
+		apps: map[appKey]*App{}, pairs: map[string]*Pair{},
 		raftApply: histogram("raft_apply_seconds", "Time from proposing a command to its durable result.",
 			raftBuckets(), labelNode),
 	}
@@ -60,7 +62,7 @@ func New() *Metrics {
 		m.registry.MustRegister(vec)
 	}
 	m.registry.MustRegister(
-		m.ranks, m.raftApply,
+		m.ranks, m.pools, m.raftApply,
 		collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 	)
@@ -102,6 +104,7 @@ func (m *Metrics) ForgetApp(app string) {
 		}
 	}
 	m.ranks.forget(app)
+	m.pools.forget(app)
 	forget(m.vecs.list(), prometheus.Labels{labelApp: app})
 }
 
@@ -173,12 +176,11 @@ func phases() [9]state.Phase {
 	}
 }
 
-// UnitPhase sets the state of a unit (one series per state, 1 or 0) and its epoch.
-func (m *Metrics) UnitPhase(app, unit string, phase state.Phase, epoch uint64) {
+// UnitPhase sets the state of a unit: one series per state, 1 or 0.
+func (m *Metrics) UnitPhase(app, unit string, phase state.Phase) {
 	for _, p := range phases() {
 		m.vecs.unitState.WithLabelValues(app, unit, string(p)).Set(boolGauge(p == phase))
 	}
-	m.vecs.unitEpoch.WithLabelValues(app, unit).Set(float64(epoch))
 }
 
 func boolGauge(b bool) float64 {
@@ -188,33 +190,62 @@ func boolGauge(b bool) float64 {
 	return 0
 }
 
-// UnitRestart counts a start of a unit after its first.
-func (m *Metrics) UnitRestart(app, unit string) { m.vecs.restarts.WithLabelValues(app, unit).Inc() }
-
 // UnitForget deletes the series of a released unit.
 func (m *Metrics) UnitForget(app, unit string) {
 	forget(m.vecs.list(), prometheus.Labels{labelApp: app, labelUnit: unit})
-}
-
-// AppRanks sets how many ranks of an application are ready, and how many its present revision wants.
-func (m *Metrics) AppRanks(app string, ready, desired int) {
-	m.vecs.readyRanks.WithLabelValues(app).Set(float64(ready))
-	m.vecs.desiredRanks.WithLabelValues(app).Set(float64(desired))
-}
-
-// AppRanksForget deletes the series of AppRanks, when the application is gone or this node is no longer the
-// leader.
-func (m *Metrics) AppRanksForget(app string) {
-	m.vecs.readyRanks.DeleteLabelValues(app)
-	m.vecs.desiredRanks.DeleteLabelValues(app)
 }
 
 // Node holds the metrics of this node as a member of its cluster.
 type Node struct {
 	refused *prometheus.CounterVec
 	unknown *prometheus.CounterVec
-	lease   prometheus.Gauge
-	leader  prometheus.Gauge
+	gauges  [len(nodeGauges)]prometheus.Gauge // by nodeGauges
+}
+
+// NodeSample is the health of a node. What it does not know is 0.
+type NodeSample struct {
+	LeaseSeconds      float64 // that are left
+	Leads             bool    // it leads the cluster
+	Voters            int     // of the cluster, as a node with role control knows them
+	VotersHeard       int     // those of them that answer, this node included
+	CertificateExpiry int64   // Unix seconds: of its certificate for other nodes
+	DiskFree          uint64  // bytes that its data dir may take
+	DiskSize          uint64
+}
+
+var nodeGauges = [...]struct {
+	name, help string
+	read       func(s *NodeSample) float64
+}{
+	{
+		"lease_seconds_left", "How long this node's lease still lasts; 0 = it has none.",
+		func(s *NodeSample) float64 { return s.LeaseSeconds },
+	},
+	{
+		"raft_leader", "1 on the node that leads the cluster.",
+		func(s *NodeSample) float64 { return boolGauge(s.Leads) },
+	},
+	{
+		"raft_voters", "Voters of the cluster, at nodes with role control; 0 elsewhere.",
+		func(s *NodeSample) float64 { return float64(s.Voters) },
+	},
+	{
+		"raft_voters_heard", "Voters that this node hears, itself included; 0 on nodes without role control.",
+		func(s *NodeSample) float64 { return float64(s.VotersHeard) },
+	},
+	{
+		"node_certificate_expiry_seconds",
+		"Unix time at which the node's certificate for other nodes expires; 0 = it has none.",
+		func(s *NodeSample) float64 { return float64(s.CertificateExpiry) },
+	},
+	{
+		"data_dir_free_bytes", "Free bytes of the file system of the data dir; 0 = not known.",
+		func(s *NodeSample) float64 { return float64(s.DiskFree) },
+	},
+	{
+		"data_dir_size_bytes", "Size of the file system of the data dir; 0 = not known.",
+		func(s *NodeSample) float64 { return float64(s.DiskSize) },
+	},
 }
 
 // Node makes the series of this node; call it once.
@@ -227,13 +258,14 @@ func (m *Metrics) Node(name string) *Node {
 			"What other nodes sent and this version does not know: methods, fields and posts to ranks. It "+
 				"was passed over.", labelNode, labelKind),
 	}
-	lease := gauge("lease_seconds_left",
-		"How long this node's lease still lasts; 0 = it has none.", labelNode)
-	leader := gauge("raft_leader", "1 on the node that leads the cluster.", labelNode)
-	m.registry.MustRegister(n.refused, n.unknown, lease, leader)
+	m.registry.MustRegister(n.refused, n.unknown)
 	self := prometheus.Labels{labelNode: name}
 	n.refused, n.unknown = n.refused.MustCurryWith(self), n.unknown.MustCurryWith(self)
-	n.lease, n.leader = lease.With(self), leader.With(self)
+	for i, g := range nodeGauges {
+		vec := gauge(g.name, g.help, labelNode)
+		m.registry.MustRegister(vec)
+		n.gauges[i] = vec.With(self)
+	}
 	return n
 }
 
@@ -243,10 +275,11 @@ func (n *Node) Refused(reason string) { n.refused.WithLabelValues(reason).Inc() 
 // Unknown counts a message or field that this version does not know and ignored.
 func (n *Node) Unknown(kind string) { n.unknown.WithLabelValues(kind).Inc() }
 
-// Show sets the remaining seconds of the lease, and whether this node leads.
-func (n *Node) Show(leaseSeconds float64, leads bool) {
-	n.lease.Set(leaseSeconds)
-	n.leader.Set(boolGauge(leads))
+// Show sets the node's gauges. Call it before each scrape.
+func (n *Node) Show(s *NodeSample) {
+	for i, g := range nodeGauges {
+		n.gauges[i].Set(g.read(s))
+	}
 }
 
 // StreamCounts are the counts of the ranks' streams between this node and others.

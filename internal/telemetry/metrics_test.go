@@ -75,15 +75,47 @@ func use(m *telemetry.Metrics) {
 	a.Decision(300 * time.Nanosecond)
 	a.Pick(0, 3, "two_choices")
 	a.Tokenize("hit")
-	m.UnitPhase("demo", "demo/0", state.Starting, 1)
-	m.UnitPhase("demo", "demo/0", state.Ready, 2)
-	m.UnitRestart("demo", "demo/0")
+	m.UnitPhase("demo", "demo/0", state.Starting)
+	m.UnitPhase("demo", "demo/0", state.Ready)
 	m.ShowRanks([]telemetry.RankSample{{App: "demo", Group: 0, Rank: 3, InFlight: 5, Ejected: true}}, nil,
 		nil)
-	m.AppRanks("demo", 3, 4)
+	m.ShowPools([]telemetry.PoolSample{{
+		App: "demo", Ready: 3, Desired: 4,
+		Units: []telemetry.UnitSample{{Unit: "demo/0", Epoch: 2, Restarts: 1}},
+	}})
 	m.RequestRefused(telemetry.RouteOther, http.StatusNotFound)
 	m.RaftApply("node-1")(150 * time.Microsecond)
 	usePair(m, "pd")
+}
+
+// useOnce touches the metrics that a process has once, and shows a rank, a group and an index with all of
+// their series.
+func useOnce(m *telemetry.Metrics) {
+	n := m.Node("n1")
+	n.Refused("tls")
+	n.Unknown("field")
+	n.Show(&telemetry.NodeSample{
+		LeaseSeconds: 7.5, Leads: true, Voters: 3, VotersHeard: 2, CertificateExpiry: 1.8e9,
+		DiskFree: 1 << 30, DiskSize: 1 << 40,
+	})
+	m.Streams("n1",
+		func() telemetry.StreamCounts { return telemetry.StreamCounts{Gaps: 1, Dropped: 2, Lost: 3} })
+	m.Ingress("n1", func() telemetry.IngressUsage {
+		return telemetry.IngressUsage{
+			BodyBytes: 4, BodyLimit: 5, MemoryBytes: 6, MemoryLimit: 7, Connections: 8,
+		}
+	})
+	a := m.Access()
+	a.Used("alice")
+	a.Refused(telemetry.KeyWrong)
+	a.FileFailed(telemetry.FileTLS, true)
+	a.CertificateExpires(1.9e9)
+	ranks := []telemetry.RankSample{{
+		App: "demo", Group: 0, Rank: 3, InFlight: 5, Ejected: true,
+		KV: &telemetry.KVSample{Events: true}, Transfer: &telemetry.TransferSample{Count: 2},
+	}}
+	groups := []telemetry.GroupSample{{App: "demo", Group: 1, Held: 3}}
+	m.ShowRanks(ranks, []telemetry.AppIndex{{App: "demo", Blocks: 9}}, groups)
 }
 
 // TestMetricNames pins every name, type, help text, label and bucket, because dashboards depend on them. Run
@@ -91,6 +123,7 @@ func use(m *telemetry.Metrics) {
 func TestMetricNames(t *testing.T) {
 	m := telemetry.New()
 	use(m)
+	useOnce(m)
 	got := strings.Join(scrape(t, m), "\n") + "\n"
 	golden := filepath.Join("testdata", "metrics.txt")
 	if os.Getenv("DPSERVE_REWRITE") != "" {
@@ -148,11 +181,11 @@ func TestUnitForget(t *testing.T) {
 	use(m)
 	m.App("demo", "power-of-two").Pick(0, 1, "two_choices")
 	m.ShowRanks([]telemetry.RankSample{{App: "demo", Group: 0, Rank: 1, InFlight: 2}}, nil, nil)
-	m.UnitPhase("demo", "demo/1", state.Failed, 9)
+	m.UnitPhase("demo", "demo/1", state.Failed)
 
 	m.UnitForget("demo", "demo/0")
 	joined := strings.Join(series(t, m), "\n")
-	assert.NotContains(t, joined, `unit="demo/0"`)
+	assert.NotContains(t, joined, `dpserve_unit_state{app="demo",state="ready",unit="demo/0"}`)
 	assert.Contains(t, joined, `dpserve_unit_state{app="demo",state="failed",unit="demo/1"} 1`)
 	assert.Contains(t, joined, `dpserve_rank_inflight{app="demo",group="0",rank="1"} 2`)
 }
@@ -257,8 +290,7 @@ func TestRefusedRequestsOutliveApplications(t *testing.T) {
 	m := telemetry.New()
 	m.RequestRefused(telemetry.RouteOther, http.StatusNotFound)
 	m.App("demo", "random").Request("chat", http.StatusOK, time.Second, 0)
-	m.AppRanks("demo", 1, 2)
-	m.AppRanksForget("demo")
+	m.ShowPools([]telemetry.PoolSample{{App: "demo", Ready: 1, Desired: 2}})
 	m.ForgetApp("demo")
 	assert.Equal(t, []string{`dpserve_requests_total{app="",code="404",route="other"} 1`}, series(t, m))
 }
@@ -356,40 +388,4 @@ func picks(t *testing.T, m *telemetry.Metrics) []string {
 	return slices.DeleteFunc(series(t, m), func(line string) bool {
 		return !strings.HasPrefix(line, "dpserve_router_picks_total")
 	})
-}
-
-// useNode touches every metric of a node once.
-func useNode(m *telemetry.Metrics) *telemetry.Node {
-	n := m.Node("n1")
-	n.Refused("tls")
-	n.Unknown("field")
-	n.Show(7.5, true)
-	m.Streams("n1",
-		func() telemetry.StreamCounts { return telemetry.StreamCounts{Gaps: 1, Dropped: 2, Lost: 3} })
-	m.Ingress("n1", func() telemetry.IngressUsage {
-		return telemetry.IngressUsage{
-			BodyBytes: 4, BodyLimit: 5, MemoryBytes: 6, MemoryLimit: 7, Connections: 8,
-		}
-	})
-	return n
-}
-
-func TestNodeMetrics(t *testing.T) {
-	m := telemetry.New()
-	n := useNode(m)
-	page := strings.Join(scrape(t, m), "\n")
-	for _, want := range []string{
-		`dpserve_nodeport_refused_total{node="n1",reason="tls"} 1`,
-		`dpserve_unknown_messages_total{kind="field",node="n1"} 1`,
-		`dpserve_lease_seconds_left{node="n1"} 7.5`, `dpserve_raft_leader{node="n1"} 1`,
-		`dpserve_stream_gaps_total{node="n1"} 1`, `dpserve_stream_dropped_total{node="n1"} 2`,
-		`dpserve_stream_posts_lost_total{node="n1"} 3`,
-		`dpserve_body_bytes{node="n1"} 4`, `dpserve_body_limit_bytes{node="n1"} 5`,
-		`dpserve_memory_used_bytes{node="n1"} 6`,
-		`dpserve_memory_limit_bytes{node="n1"} 7`, `dpserve_client_connections{node="n1"} 8`,
-	} {
-		assert.Contains(t, page, want)
-	}
-	n.Show(0, false)
-	assert.Contains(t, strings.Join(scrape(t, m), "\n"), `dpserve_raft_leader{node="n1"} 0`)
 }

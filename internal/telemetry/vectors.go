@@ -41,11 +41,10 @@ const (
 
 // vectors holds the vectors with the label app, but for those of a pair of pools.
 type vectors struct {
-	requests, tokens, attempts, retries, continued, refusals, picks, restarts *prometheus.CounterVec
-	tokenize, goodput                                                         *prometheus.CounterVec
-	requestSeconds, ttft, itl, queueWait, decision                            *prometheus.HistogramVec
-	queueLength, queueTokens, unitState, unitEpoch                            *prometheus.GaugeVec
-	readyRanks, desiredRanks, goals                                           *prometheus.GaugeVec
+	requests, tokens, attempts, retries, continued, refusals, picks *prometheus.CounterVec
+	tokenize, goodput                                               *prometheus.CounterVec
+	requestSeconds, ttft, itl, queueWait, decision                  *prometheus.HistogramVec
+	queueLength, queueTokens, unitState, goals                      *prometheus.GaugeVec
 }
 
 // forgetter is a vector whose series can be deleted.
@@ -58,7 +57,8 @@ func newVectors() *vectors {
 	v := &vectors{}
 	v.addRequests()
 	v.addRouting()
-	v.addUnits()
+	v.unitState = gauge("unit_state", "1 for the state the unit is in, 0 for the others, at the leader.",
+		labelApp, labelUnit, labelState)
 	return v
 }
 
@@ -103,22 +103,12 @@ func (v *vectors) addRouting() {
 			"(identified by text).", labelApp, labelResult)
 }
 
-func (v *vectors) addUnits() {
-	v.unitState = gauge("unit_state", "1 for the state the unit is in, 0 for the others.", labelApp,
-		labelUnit, labelState)
-	v.unitEpoch = gauge("unit_epoch", "Epoch of the unit: one more at every start.", labelApp, labelUnit)
-	v.readyRanks = gauge("app_ready_ranks",
-		"Ranks whose units are ready, as the leader knows them.", labelApp)
-	v.desiredRanks = gauge("app_desired_ranks", "Ranks that the present revision wants.", labelApp)
-	v.restarts = counter("unit_restarts_total", "Starts of the unit after its first.", labelApp, labelUnit)
-}
-
 func (v *vectors) list() []forgetter {
 	return []forgetter{
-		v.requests, v.tokens, v.attempts, v.retries, v.continued, v.refusals, v.picks, v.restarts, v.tokenize,
+		v.requests, v.tokens, v.attempts, v.retries, v.continued, v.refusals, v.picks, v.tokenize,
 		v.goodput, v.goals,
 		v.requestSeconds, v.ttft, v.itl, v.queueWait, v.decision,
-		v.queueLength, v.queueTokens, v.unitState, v.unitEpoch, v.readyRanks, v.desiredRanks,
+		v.queueLength, v.queueTokens, v.unitState,
 	}
 }
 

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"os"
+	"regexp"
 	"runtime"
 	"slices"
 	"strings"
@@ -133,14 +135,19 @@ func TestSeriesOfADeletedApplicationAreGone(t *testing.T) {
 		c.Delete("chat")
 		c.Until("chat gone", gone(c, "chat"))
 		for i := range 2 {
-			assert.NotContains(t, metricsOf(t, c.Peer(i)), `app="chat"`, "node %d", i)
+			c.Until("no series is left", func() error {
+				if strings.Contains(metricsOf(t, c.Peer(i)), `app="chat"`) {
+					return fmt.Errorf("node %d shows series of it", i)
+				}
+				return nil
+			})
 		}
 	})
 }
 
-// The leader alone shows how many ranks of an application are ready and wanted, and the next leader shows the
-// same. Every node shows its version.
-func TestRanksInTheMetricsFollowTheLeader(t *testing.T) {
+// Every node shows how many ranks of an application are ready and wanted, before an election and after it,
+// and its version. No series has a name or a label that the list of metrics lacks.
+func TestEveryNodeShowsTheRanksOfAnApplication(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, harness.Nodes(3), harness.Slots(2), harness.Roles(0, "control", "ingress"))
@@ -148,31 +155,46 @@ func TestRanksInTheMetricsFollowTheLeader(t *testing.T) {
 		c.WaitVoters(3)
 		c.Deploy(spread("chat", 4))
 		c.WaitStatus("chat", "RUNNING")
-		require.True(t, c.Peer(0).Leads())
 		ranks := []string{`dpserve_app_desired_ranks{app="chat"} 4`, `dpserve_app_ready_ranks{app="chat"} 4`}
-		assert.Equal(t, ranks, seriesOf(t, c.Peer(0), "dpserve_app_"))
-
-		c.Peer(0).Silence() // for less than a lease: its units and ranks are not touched
-		next := c.Leader(c.Peers()[1:]...)
-		c.Reconnect()
-		c.Until("the next leader shows the ranks, and nobody else", func() error {
+		everyNodeShows := func() error {
 			for _, p := range c.Peers() {
-				var want []string
-				if p == next {
-					want = ranks
-				}
-				if got := seriesOf(t, p, "dpserve_app_"); !slices.Equal(got, want) {
+				if got := seriesOf(t, p, "dpserve_app_"); !slices.Equal(got, ranks) {
 					return fmt.Errorf("%s shows %q", p.ID, got)
 				}
 			}
 			return nil
-		})
+		}
+		c.Until("every node shows the ranks", everyNodeShows)
+
+		require.True(t, c.Peer(0).Leads())
+		c.Peer(0).Silence() // for less than a lease: its units and ranks are not touched
+		c.Leader(c.Peers()[1:]...)
+		c.Reconnect()
+		c.Until("every node shows the ranks after the election", everyNodeShows)
 		for _, p := range c.Peers() {
 			info := seriesOf(t, p, "dpserve_build_info")
 			require.Len(t, info, 1, p.ID)
 			assert.Contains(t, info[0], `goversion="`+runtime.Version()+`"`, p.ID)
 		}
+		assertKnownSeries(t, metricsOf(t, c.Peer(0)))
 	})
+}
+
+// assertKnownSeries asserts that the golden file of internal/telemetry has the names and labels of a page.
+func assertKnownSeries(t *testing.T, page string) {
+	t.Helper()
+	golden, err := os.ReadFile("../../internal/telemetry/testdata/metrics.txt")
+	require.NoError(t, err)
+	value := regexp.MustCompile(`"[^"]*"`)
+	known := map[string]bool{`dpserve_build_info{goversion="",version=""}`: true}
+	for _, line := range linesWith(string(golden), "dpserve_") {
+		series, _, _ := strings.Cut(value.ReplaceAllString(line, `""`), " ")
+		known[series] = true
+	}
+	for _, line := range linesWith(page, "dpserve_") {
+		series, _, _ := strings.Cut(value.ReplaceAllString(line, `""`), " ")
+		assert.True(t, known[series], series)
+	}
 }
 
 // seriesOf returns the series of a node's /metrics whose names begin so, with their values.

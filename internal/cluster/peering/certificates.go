@@ -58,6 +58,9 @@ type Certificates struct {
 	files  pki.Files
 }
 
+// ExpiresAt is when the node's certificate for other nodes ends.
+func (c *Certificates) ExpiresAt() time.Time { return c.credentials.Load().NotAfter }
+
 func loadFiles(dir string) (pki.Files, error) {
 	if dir == "" {
 		return pki.Files{}, fs.ErrNotExist

@@ -61,7 +61,7 @@ func inspectDataDir(path string) *doctor.DataDir {
 			return out
 		}
 	}
-	if free, size, err := diskSpace(folder); err == nil {
+	if free, size, err := diskfile.Space(folder); err == nil {
 		out.Free, out.Size = free, size
 	}
 	synced, err := trySync(folder)

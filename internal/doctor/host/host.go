@@ -9,11 +9,11 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
-	"syscall"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/devices"
+	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/doctor"
 	"github.com/dpserve/dpserve/internal/process"
 )
@@ -103,23 +103,13 @@ func sharedMemory(path string, devices int) *doctor.SharedMemory {
 		return nil // no Linux, so there is no /dev/shm
 	}
 	out := &doctor.SharedMemory{Path: path, Devices: devices}
-	free, size, err := diskSpace(path)
+	free, size, err := diskfile.Space(path)
 	if err != nil {
 		out.Error = plain(err)
 		return out
 	}
 	out.Free, out.Size = free, size
 	return out
-}
-
-// diskSpace returns the bytes of the file system that holds a path: those that this user may write, and all.
-func diskSpace(path string) (free, size uint64, err error) {
-	var fs syscall.Statfs_t
-	if err := syscall.Statfs(path, &fs); err != nil {
-		return 0, 0, err
-	}
-	block := uint64(fs.Bsize)
-	return fs.Bavail * block, fs.Blocks * block, nil
 }
 
 // findDevices looks at the devices that the node would offer; nil = none, and no rank wants one.
