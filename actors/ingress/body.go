@@ -384,3 +384,23 @@ func (p *readerPace) endWrite(now time.Time) {
 		p.began = time.Time{}
 	}
 }
+
+// stripBody makes the body for an engine that serves the request alone, without the fields that only dpserve
+// may set.
+func (req *request) stripBody() *failure {
+	req.engineBody = req.body.b
+	s := req.split
+	if s == nil && len(req.scan.Strip.Spans) == 0 || s != nil && !s.body.HasReserved() {
+		return nil
+	}
+	if req.stripped = req.in.bodies.take(len(req.body.b)); req.stripped == nil {
+		return noBodyMemory()
+	}
+	if s != nil {
+		req.stripped.b = s.body.AppendPlain(req.stripped.b)
+	} else {
+		req.stripped.b = req.scan.Spliced(req.stripped.b, req.body.b)
+	}
+	req.engineBody = req.stripped.b
+	return nil
+}

@@ -27,6 +27,7 @@ import (
 	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/internal/telemetry"
+	"github.com/dpserve/dpserve/internal/tracefile"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
@@ -65,6 +66,8 @@ type Config struct {
 	Groups msg.GroupLinks
 	// of the node, for the proxies of applications with a prefill pool; nil = one of its own
 	Actors *actor.ActorSystem
+	// the file for a trace of the requests; "" = none is recorded
+	RecordTrace string
 }
 
 // Ingress serves the OpenAI surface. Safe for concurrent use. New starts one goroutine, which Close ends.
@@ -78,6 +81,7 @@ type Ingress struct {
 	access    *telemetry.Access   // counts by key; nil without keys
 	tls       *tls.Config         // as Config.TLS
 	steers    func(path string) http.Handler
+	trace     *tracefile.Recorder // nil: requests are not recorded
 	log       *slog.Logger
 	limits    Limits
 	timers    Timers
@@ -151,12 +155,16 @@ func New(c Config) (*Ingress, error) {
 	if c.Store == nil || c.Feed == nil || c.Metrics == nil || c.Log == nil {
 		return nil, errors.New("ingress: Store, Feed, Metrics and Log must be set")
 	}
+	trace, err := createTrace(c.RecordTrace, c.Log)
+	if err != nil {
+		return nil, err
+	}
 	in := &Ingress{
 		node: c.Node, version: c.Version, store: c.Store, feed: c.Feed, metrics: c.Metrics,
 		log:    slog.New(telemetry.LimitLines(c.Log.Handler())).With(slog.String("component", "ingress")),
 		limits: c.Limits.withDefaults(),
 		timers: c.Timers.withDefaults(),
-		keys:   c.Keys, access: c.Access, tls: c.TLS, steers: c.Steers,
+		keys:   c.Keys, access: c.Access, tls: c.TLS, steers: c.Steers, trace: trace,
 		seed: c.Seed, clockBase: time.Now(),
 		appTable: appTable{
 			appRouters: map[string]*appRouter{}, unplaced: unplacedApps{changed: make(chan struct{}, 1)},
@@ -302,6 +310,9 @@ func (in *Ingress) close(ctx context.Context) error {
 	in.background.Wait()
 	in.pairs.close()
 	in.near.Close()
+	if in.trace != nil {
+		in.trace.Close()
+	}
 	return err
 }
 

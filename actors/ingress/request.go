@@ -15,6 +15,7 @@ import (
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/internal/telemetry"
+	"github.com/dpserve/dpserve/internal/tracefile"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -55,6 +56,7 @@ type question struct {
 	prompt    prompt
 	promptMem *promptMemory // of prompt; nil before prepare and after releaseBody
 	query     routing.Request
+	traced    tracefile.Request // zero: it is not recorded
 }
 
 // rankSearch is the search for a rank that answers.
@@ -108,6 +110,7 @@ func newRequest(in *Ingress) *request {
 // release resets the request and returns it to the pool.
 func (req *request) release() {
 	in := req.in
+	req.endTrace()
 	req.timer.detach()
 	req.timer.alive = keepalives{send: req.timer.alive.send}
 	req.dropTicket()
@@ -247,6 +250,7 @@ func (req *request) prepare() *failure {
 		req.body.b, req.r.Header); f != nil {
 		return f
 	}
+	req.beginTrace()
 	req.goHome()
 	req.waiter.tokens = int64(req.prompt.tokens)
 	req.header = rankleg.EngineHeader(req.r.Header, req.idHeader, req.in.via)
@@ -254,26 +258,6 @@ func (req *request) prepare() *failure {
 		return f
 	}
 	return req.stripBody()
-}
-
-// stripBody makes the body for an engine that serves the request alone, without the fields that only dpserve
-// may set.
-func (req *request) stripBody() *failure {
-	req.engineBody = req.body.b
-	s := req.split
-	if s == nil && len(req.scan.Strip.Spans) == 0 || s != nil && !s.body.HasReserved() {
-		return nil
-	}
-	if req.stripped = req.in.bodies.take(len(req.body.b)); req.stripped == nil {
-		return noBodyMemory()
-	}
-	if s != nil {
-		req.stripped.b = s.body.AppendPlain(req.stripped.b)
-	} else {
-		req.stripped.b = req.scan.Spliced(req.stripped.b, req.body.b)
-	}
-	req.engineBody = req.stripped.b
-	return nil
 }
 
 // dispatch tries ranks until one has answered. It returns nil if the client has its answer.

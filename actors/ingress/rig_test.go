@@ -442,6 +442,7 @@ type options struct {
 	network *memnet.Network // of the ingress and its engines, in fake time; nil: the host's
 	keys    func() *apikeys.Set
 	tls     *tls.Config
+	trace   string // a file
 
 	// of two pools
 	prefills, decodes int
@@ -526,7 +527,8 @@ func (g *rig) start(o *options) {
 	c := Config{
 		Node: "n1", Version: "v-test", Store: g.store, Feed: g.feed, Metrics: g.metrics, Seed: 7,
 		Limits: o.limits, Timers: o.timers, Serves: o.lease, TLS: o.tls,
-		Log: slog.New(slog.NewTextHandler(g.logs, &slog.HandlerOptions{Level: o.level})),
+		RecordTrace: o.trace,
+		Log:         slog.New(slog.NewTextHandler(g.logs, &slog.HandlerOptions{Level: o.level})),
 	}
 	if o.keys != nil {
 		c.Keys, c.Access = o.keys, c.Metrics.Access()

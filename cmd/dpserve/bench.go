@@ -1,17 +1,21 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io"
+	"log/slog"
 	"strings"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
 	"github.com/dpserve/dpserve/internal/app"
+	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/loadgen"
 	"github.com/dpserve/dpserve/internal/problem"
+	"github.com/dpserve/dpserve/internal/tracefile"
 )
 
 type benchFlags struct {
@@ -20,6 +24,7 @@ type benchFlags struct {
 	keyEnv       string
 	direct       string // --overhead
 	whole        bool
+	record       string // file
 	output       *format
 
 	sessions bool // --sessions is given
@@ -112,6 +117,8 @@ func (f *benchFlags) add(cmd *cobra.Command) {
 	flags.StringVar(&f.direct, "overhead", "",
 		"`URL` of the engine behind the endpoint: measure what the endpoint adds, both in turns")
 	addKeyFlag(flags, &f.keyEnv)
+	flags.StringVar(&f.record, "record", "",
+		"`FILE` for a trace of what was sent, for dpserve simulate: times, lengths and hashes, no text")
 	f.addSessions(flags)
 	f.output = addOutput(cmd)
 }
@@ -154,6 +161,19 @@ func runBench(ctx context.Context, e *env, f *benchFlags) error {
 			return err
 		}
 	}
+	if f.record != "" {
+		options := &slog.HandlerOptions{Level: slog.LevelWarn}
+		trace, err := tracefile.Create(f.record, slog.New(slog.NewTextHandler(e.io.Err, options)))
+		if err != nil {
+			return problem.New(problem.InvalidArgument, "--record: %w", err).
+				WithHint("name a file in a folder that you may write")
+		}
+		defer func() {
+			trace.Close()
+			printMessage(e.io.Err, "the trace is in %s", trace.Path())
+		}()
+		c.Record = recordSent(trace, c.Route)
+	}
 	if f.direct != "" {
 		return benchOverhead(ctx, e, c, f)
 	}
@@ -170,10 +190,30 @@ func runBench(ctx context.Context, e *env, f *benchFlags) error {
 		failedRequests(report.Failed, report.Offered))
 }
 
+// recordSent returns what records a request of bench in a trace. Where the engine does not count the prompt,
+// a token is 4 bytes.
+func recordSent(trace *tracefile.Recorder, route loadgen.Route) func(*loadgen.Sent) {
+	kind := openai.Chat
+	if route == loadgen.Completions {
+		kind = openai.Completions
+	}
+	return func(s *loadgen.Sent) {
+		var scan openai.Body
+		if scan.Scan(kind, s.Body) != nil {
+			return
+		}
+		text := scan.Text(s.Body)
+		trace.Add(tracefile.Request{
+			At: s.At, Input: cmp.Or(s.Prompt, scan.PromptBytes/4), Output: s.Output,
+			Blocks: trace.Hashes("", nil, text),
+		})
+	}
+}
+
 // benchOverhead compares the endpoint with the engine behind the endpoint.
 func benchOverhead(ctx context.Context, e *env, proxied loadgen.Config, f *benchFlags) error {
 	direct := proxied
-	direct.URL = f.direct
+	direct.URL, direct.Record = f.direct, nil
 	if _, err := probeURLs(ctx, []string{f.direct}, probeWith(app.Engine{})); err != nil {
 		return err
 	}

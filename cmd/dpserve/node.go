@@ -58,6 +58,9 @@ func (f *nodeFlags) addCommon(cmd *cobra.Command) {
 	flags.BoolVar(&f.config.RouterAPI, "router-api", false,
 		"the endpoint answers /workers, /add_worker and the other paths of SGLang's router, which change "+
 			"attached ranks, to programs of this machine and to those with the admin token")
+	flags.StringVar(&f.config.RecordTrace, "record-trace", "",
+		"`FILE` for a trace of the endpoint's requests, for dpserve simulate: times, lengths and hashes, no "+
+			"text; it ends at 1 GiB; if FILE exists, FILE.1 and so on")
 	flags.StringVar(&f.config.TLSCert, "tls-cert", "",
 		"PEM `FILE` of the certificate, with its chain, for the endpoint and the admin API; read again when "+
 			"it changes; default: no TLS")

@@ -89,6 +89,7 @@ func areas() []area {
 			name: "internal/access", layer: 1, also: []string{"internal/telemetry"},
 			deny: []string{actorLib, gin, raft, gossip, cobra},
 		},
+		{name: "internal/tracefile", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
 		{name: "internal/loadgen", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
 
 		{

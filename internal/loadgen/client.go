@@ -101,6 +101,9 @@ const sessionHeader = "X-Session-Id"
 // send sends body and fills in s; session may be empty.
 func (c *client) send(ctx context.Context, body []byte, session string, s *sample) *sample {
 	c.exchange(ctx, body, session, s)
+	if c.cfg.Record != nil {
+		c.cfg.Record(&Sent{At: s.sent, Body: body, Prompt: s.usage.Prompt, Output: s.tokens()})
+	}
 	if s.failure != "" && ctx.Err() != nil { // the run was stopped; the server did not fail
 		s.failure = failureStopped
 	}

@@ -92,6 +92,16 @@ type Config struct {
 	Timeout time.Duration
 	SLO     SLO
 	PIDs    []int // processes whose CPU time is charged to the run (Linux); empty = none
+	// gets each request that was sent, at its end; nil: nobody. It must be safe for concurrent use
+	Record func(s *Sent)
+}
+
+// Sent is a request that was sent.
+type Sent struct {
+	At     time.Time
+	Body   []byte // not to be kept
+	Prompt int    // tokens by the engine's count; 0: it told none
+	Output int    // tokens
 }
 
 // withDefaults sets the defaults of zero fields.

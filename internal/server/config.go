@@ -80,6 +80,7 @@ type Config struct {
 	AdminOpen      bool     // the admin API wants no token
 	RouterAPI      bool     // HTTPBind answers the paths of SGLang's router, which change attached ranks
 	AdminTokenFile string   // of the admin API; "" = admin.token in DataDir, made if it is missing
+	RecordTrace    string   // file for a trace of the requests at HTTPBind; "" = none is recorded
 	TLSCert        string   // file for HTTPBind and AdminBind; "" = no TLS; with TLSKey
 	TLSKey         string
 	MetricsBind    string                   // /metrics without the admin API; "" = only at AdminBind
