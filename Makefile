@@ -88,6 +88,12 @@ test-ray-cli: ## Ray's own serve status, config, deploy and shutdown, unmodified
 	test/ray/install.sh
 	DPSERVE_RAY=1 go test -count=1 -v ./test/ray
 
+# Needs chromium (apt install chromium), and installs axe-core once, outside the repository (4 MB).
+.PHONY: test-page
+test-page: ## the page of the admin port in a real browser: ranks that die, roll-outs, 256 ranks, axe-core
+	test/page/install.sh
+	DPSERVE_PAGE=$${DPSERVE_PAGE:-$$HOME/.cache/dpserve/page} go test -count=1 -v ./test/page
+
 # Needs an installed vLLM or SGLang, and runs each step that they allow; see docs/real-engines.md.
 .PHONY: test-gpu
 test-gpu: build ## real engines on a GPU: predictions, policies under load, deaths, prefill and decode; STEPS="up table down" takes some

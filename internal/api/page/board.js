@@ -18,7 +18,8 @@ function why(u, r, now) {
   if (r.ejected) return "its last answers failed";
   const e = u.last_end;
   if (!e) return r.kv?.note ?? "";
-  const what = [e.cause, e.exit && `engine ended with ${e.exit}`, e.line].filter(Boolean).join("; ");
+  const exit = e.exit && !e.cause?.includes(e.exit) ? `engine ended with ${e.exit}` : "";
+  const what = [e.cause, exit, e.line].filter(Boolean).join("; ");
   return `${age((now - Date.parse(e.at)) / 1000)} ago: ${what}`;
 }
 
@@ -101,7 +102,7 @@ export class Board {
     this.log = new Table($("events-table"), [
       { title: "Time", cell: (e) => clock(e.time) },
       { title: "Application", cell: (e) => e.app || "–" },
-      { title: "Of", cell: (e) => e.unit || e.node || e.kind },
+      { title: "Of", cell: (e) => e.unit || e.node || "application" },
       { title: "From", cell: (e) => e.from ?? "" },
       { title: "To", cell: (e) => (e.phase ? state(e.phase) : "") },
       { title: "Epoch", num: true, cell: (e) => e.epoch ?? "" },
