@@ -70,6 +70,21 @@ func TestPairs(t *testing.T) {
 	}
 }
 
+// RT5: With very mixed lengths, each of four decode ranks gets 15 to 35 % of the requests under the decider
+// isl.
+func TestRT5SharesOfDecodeRanksByISL(t *testing.T) {
+	const requests = 2000
+	for _, rate := range []float64{10, 16, 20} {
+		cfg := pairConfig(routing.DecideISL)
+		cfg.Prefill.Ranks, cfg.Ingresses, cfg.Lag = 4, 1, 0
+		_, r := playOn(t, cfg, Lengths(requests, rate, 5, Mixed))
+		for _, n := range r.Requests {
+			share := float64(n) / requests
+			assert.True(t, share >= 0.15 && share <= 0.35, "%g per s: %v", rate, r.Requests)
+		}
+	}
+}
+
 // A prompt that is computed elsewhere keeps its decode rank free: the time to the first token is that of the
 // prefill, the hand-over, the transfer and one token.
 func TestWhatASplitRequestTakes(t *testing.T) {
