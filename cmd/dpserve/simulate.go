@@ -209,6 +209,10 @@ func (f *simulateFlags) open(e *env) (work func(load float64, seed uint64) []sim
 			"the requests are played in the order of their times", f.trace, late.Line,
 			formatCount(late.Count, "such line"))
 	}
+	if late.Cut > 0 {
+		printMessage(e.io.Err, "warning: %s: the file ends within line %d, which is left out", f.trace,
+			late.Cut)
+	}
 	return func(load float64, seed uint64) []simulate.Request {
 		return simulate.Play(trace, load, seed)
 	}, nil

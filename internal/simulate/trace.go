@@ -58,6 +58,7 @@ func (e *LineError) Unwrap() []error { return []error{ErrTrace, e.Err} }
 type Late struct {
 	Line  int // the first
 	Count int
+	Cut   int // the last line, if the file ends within it: it is left out; 0 = none
 }
 
 // ReadTrace reads a trace: its first requests, or all with most = 0. They come in the order of time, the
@@ -76,6 +77,12 @@ type Late struct {
 func ReadTrace(r io.Reader, most int) (out []Request, late Late, err error) {
 	lines := bufio.NewScanner(r)
 	lines.Buffer(nil, maxLine)
+	hasEnd := true
+	lines.Split(func(data []byte, atEOF bool) (advance int, line []byte, err error) {
+		advance, line, err = bufio.ScanLines(data, atEOF)
+		hasEnd = advance == 0 || data[advance-1] == '\n'
+		return advance, line, err
+	})
 	var read func(line []byte) (Request, error)
 	n := 0
 	for (most <= 0 || len(out) < most) && lines.Scan() {
@@ -97,6 +104,10 @@ func ReadTrace(r io.Reader, most int) (out []Request, late Late, err error) {
 			return nil, late, &LineError{n, errFormat}
 		}
 		q, err := read(line)
+		if !hasEnd && len(out) > 0 && isCut(err) {
+			late.Cut = n
+			break
+		}
 		if err == nil && len(out) == MaxRequests {
 			err = errTooMany
 		}
@@ -123,6 +134,12 @@ func ReadTrace(r io.Reader, most int) (out []Request, late Late, err error) {
 		out[i].At -= first
 	}
 	return out, late, nil
+}
+
+// isCut says that a line would have gone on.
+func isCut(err error) bool {
+	syntax, ok := errors.AsType[*json.SyntaxError](err)
+	return ok && syntax.Error() == "unexpected end of JSON input"
 }
 
 func sortByTime(requests []Request) {
