@@ -237,14 +237,16 @@ func poolOf(a *app.Application, transfer *simulate.Transfer) (simulate.Pool, err
 // faults reads --fail and --slow.
 func (f *simulateFlags) faults(c *simulate.Config) ([]simulate.Fault, error) {
 	var out []simulate.Fault
-	for name, texts := range map[string][]string{"fail": f.fail, "slow": f.slow} {
-		for _, text := range texts {
-			fault, err := parseFault(text, name == "slow", c)
-			if err != nil {
-				return nil, usageError("simulate", "--%s %s: %v", name, text, err)
-			}
-			out = append(out, fault)
+	for i, text := range slices.Concat(f.fail, f.slow) {
+		name := "fail"
+		if i >= len(f.fail) {
+			name = "slow"
 		}
+		fault, err := parseFault(text, name == "slow", c)
+		if err != nil {
+			return nil, usageError("simulate", "--%s %s: %v", name, text, err)
+		}
+		out = append(out, fault)
 	}
 	slices.SortStableFunc(out, func(a, b simulate.Fault) int { return cmp.Compare(a.At, b.At) })
 	return out, nil
