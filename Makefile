@@ -111,6 +111,10 @@ test-release: ## a release, twice, from two clones: the same bytes, and the bina
 test-alerts: ## examples/prometheus by promtool, which has to be installed
 	cd examples/prometheus && promtool check rules alerts.yml && promtool check config prometheus.yml
 
+.PHONY: test-kube
+test-kube: ## the manifests against the types of the Kubernetes API; as root also the program of the image in an empty folder
+	cd test/kube && go test -count=1 -v ./...
+
 .PHONY: clean
 clean: ## what build and release left behind
 	rm -rf bin dist
