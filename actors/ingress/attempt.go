@@ -123,7 +123,10 @@ func (req *request) ask(parent context.Context, number uint32) (ev dispatch.Even
 		return req.ended(dispatch.EvRefused), nil
 	}
 	defer req.app.router.untrackAttempt(rk, a)
+	leg := req.spans.BeginLeg(req.legName(), a.start)
+	defer func() { req.endLeg(leg, req.app.router, a, number, req.result.cause) }()
 	q := req.newAsk(parent, rk)
+	q.Header = leg.Header(q.Header)
 	resp, reply, err := req.askRank(ctx, rk, q)
 	switch {
 	case reply.Refusal != msg.Granted:

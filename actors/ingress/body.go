@@ -404,3 +404,11 @@ func (req *request) stripBody() *failure {
 	req.engineBody = req.stripped.b
 	return nil
 }
+
+func badBody(err error) *failure {
+	f := newFailure(openai.CodeInvalidRequest, err.Error())
+	if e, ok := errors.AsType[*openai.BodyError](err); ok {
+		f.code, f.param, f.status = e.Code, e.Param, openai.Status(e.Code)
+	}
+	return f
+}

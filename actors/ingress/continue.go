@@ -210,6 +210,7 @@ const restMembers = 512
 func (req *request) countContinued(result string) {
 	if req.kept.cause != dispatch.OK {
 		req.app.router.metrics.Load().Continued(req.kept.cause.String(), result)
+		req.spans.Broke(req.kept.cause.String(), result)
 		req.kept.cause = dispatch.OK
 	}
 }

@@ -88,7 +88,7 @@ func (req poolWait) await(ctx context.Context, take func(routing.RankID) bool) (
 	defer func() {
 		req.timer.pause()
 		ar.groups.leave(w)
-		ar.metrics.Load().QueueWait(time.Since(began))
+		req.countWait(ar, began)
 	}()
 	if req.queueDeadline.IsZero() {
 		req.queueDeadline = began.Add(req.app.queue)

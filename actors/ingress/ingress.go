@@ -28,6 +28,7 @@ import (
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/internal/tracefile"
+	"github.com/dpserve/dpserve/internal/tracing"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/routing/kvindex"
 )
@@ -47,6 +48,7 @@ type Config struct {
 	Store     msg.Store // applications and units
 	Feed      msg.Feed  // the ranks' streams
 	Metrics   *telemetry.Metrics
+	Tracer    *tracing.Tracer // of requests, which Close closes; nil = traces are off
 	Log       *slog.Logger
 	Limits    Limits
 	Timers    Timers
@@ -77,6 +79,7 @@ type Ingress struct {
 	store     msg.Store
 	feed      msg.Feed
 	metrics   *telemetry.Metrics
+	tracer    *tracing.Tracer
 	keys      func() *apikeys.Set // nil: the endpoint has none
 	access    *telemetry.Access   // counts by key; nil without keys
 	tls       *tls.Config         // as Config.TLS
@@ -161,6 +164,7 @@ func New(c Config) (*Ingress, error) {
 	}
 	in := &Ingress{
 		node: c.Node, version: c.Version, store: c.Store, feed: c.Feed, metrics: c.Metrics,
+		tracer: c.Tracer,
 		log:    slog.New(telemetry.LimitLines(c.Log.Handler())).With(slog.String("component", "ingress")),
 		limits: c.Limits.withDefaults(),
 		timers: c.Timers.withDefaults(),
@@ -313,6 +317,9 @@ func (in *Ingress) close(ctx context.Context) error {
 	if in.trace != nil {
 		in.trace.Close()
 	}
+	if e := in.tracer.Close(ctx); e != nil {
+		in.log.Warn("the last traces were not sent", slog.Any("err", e))
+	}
 	return err
 }
 
@@ -358,6 +365,7 @@ func (in *Ingress) serveWith(w http.ResponseWriter, r *http.Request, s *routeSco
 	in.inflight.Add(1)
 	req.w, req.r, req.route, req.start, req.bodySettled = w, r, route, time.Now(), true
 	req.target = target
+	req.spans = in.tracer.Begin(r.Header, route.String(), req.start)
 	req.rc = http.NewResponseController(w)
 	req.flush = flusher(w)
 	cut, whole, rc := false, false, req.rc

@@ -14,6 +14,7 @@ import (
 	"github.com/dpserve/dpserve/internal/engine/openai"
 	"github.com/dpserve/dpserve/internal/engine/transfer"
 	"github.com/dpserve/dpserve/internal/rankleg"
+	"github.com/dpserve/dpserve/internal/tracing"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -36,6 +37,9 @@ type pairLeg struct {
 	answer   transfer.Answer // of a prefill rank
 	params   *transfer.Params
 	isLeased bool
+
+	trace *tracing.Leg   // nil: traces are off
+	cause dispatch.Cause // of its end
 
 	legState
 }
@@ -89,7 +93,8 @@ func (s legRunner) beginLeg(number uint32) *pairLeg {
 	if l == nil || l.ctx.Err() != nil {
 		return nil
 	}
-	l.isRunning, l.started = true, time.Now()
+	l.isRunning, l.started, l.cause = true, time.Now(), dispatch.GivenUp
+	l.trace = s.req.spans.BeginLeg(sideNames[l.side]+" leg", l.started)
 	if l.side == dispatch.Prefill {
 		s.computed = time.Time{}
 	}
@@ -102,6 +107,7 @@ func (s legRunner) endLeg(l *pairLeg, done *msg.Done) {
 	l.isRunning, l.done = false, done
 	cmd := l.release
 	s.mu.Unlock()
+	s.req.endLeg(l.trace, l.pool, l.tracked, l.number, l.cause)
 	if cmd != nil {
 		s.returnLeg(l, cmd)
 	}
@@ -241,6 +247,7 @@ func (s legRunner) noteEnd(l *pairLeg, res *result) {
 
 // endOf is what the flight is told of a leg that has ended; ok is false if the flight has given it up.
 func (s legRunner) endOf(l *pairLeg, res *result) (ev dispatch.Event, ok bool) {
+	l.cause = res.cause
 	ev = dispatch.Event{
 		Kind: dispatch.EvEnded, Side: l.side, Number: l.number, Rank: l.rank.ref(), Unit: l.rank.unitKey,
 		Cause: res.cause, Text: res.text,
@@ -263,7 +270,8 @@ func (s legRunner) prefillLeg(l *pairLeg, cmd *dispatch.Command) (res result, pa
 	}
 	body := fields.AppendPrefill(mem.b, &s.body)
 	q := &rankleg.Request{
-		Rank: l.rank.Rank, Route: s.req.route, Header: s.engineHeader(l.side, id), Body: body, IsHeld: true,
+		Rank: l.rank.Rank, Route: s.req.route, Header: l.trace.Header(s.engineHeader(l.side, id)), Body: body,
+		IsHeld:     true,
 		FirstToken: s.pair.config.PrefillLimit, Model: s.req.prompt.engineName,
 	}
 	if s.pair.config.Order != dispatch.PrefillFirst {
@@ -415,6 +423,7 @@ func (s legRunner) decodeLeg(l *pairLeg, cmd *dispatch.Command) result {
 		q.Header, q.Body = s.engineHeader(l.side, id), fields.AppendDecode(mem.b, &s.body, params)
 		q.Guard = s.guard(cmd)
 	}
+	q.Header = l.trace.Header(q.Header)
 	req.armFirstToken(l.rank, q)
 	resp, reply, err := l.rank.asker.Ask(l.ctx, q)
 	req.timer.pause()

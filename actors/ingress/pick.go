@@ -272,7 +272,7 @@ func (req search) waitForRank(ctx context.Context, decide chooser) (rk *rank, ha
 		req.timer.pause()
 		ar.queue.leave(req.waiter)
 		ar.demand.update()
-		ar.metrics.Load().QueueWait(time.Since(began))
+		req.countWait(ar, began)
 	}()
 	timeout := time.NewTimer(time.Until(req.nextDue()))
 	defer timeout.Stop()

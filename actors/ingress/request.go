@@ -3,7 +3,6 @@ package ingress
 import (
 	"bytes"
 	"context"
-	"errors"
 	"log/slog"
 	"net/http"
 	"strconv"
@@ -16,6 +15,7 @@ import (
 	"github.com/dpserve/dpserve/internal/rankleg"
 	"github.com/dpserve/dpserve/internal/telemetry"
 	"github.com/dpserve/dpserve/internal/tracefile"
+	"github.com/dpserve/dpserve/internal/tracing"
 	"github.com/dpserve/dpserve/routing"
 )
 
@@ -27,6 +27,7 @@ type request struct {
 	rankSearch
 	clientAnswer
 	kept     keptAnswer
+	spans    *tracing.Request // nil: traces are off, or the request is no client's
 	timer    phaseTimer
 	onTicket func(t *msg.Ticket) // takeTicket, bound once: an attempt allocates no closure
 	split    *split              // nil: the application has one pool, or the request computes no tokens
@@ -116,7 +117,7 @@ func (req *request) release() {
 	req.dropTicket()
 	req.place.leave()
 	req.split.release()
-	req.split = nil
+	req.split, req.spans = nil, nil
 	req.releaseBody()
 	req.idHeader = make([]string, 1) // the old one is shared with the engine's and the client's header
 	req.r, req.header, req.app, req.id, req.deadline, req.rest = nil, nil, nil, "", time.Time{}, nil
@@ -408,14 +409,6 @@ func flusher(w http.ResponseWriter) func() error {
 	}
 }
 
-func badBody(err error) *failure {
-	f := newFailure(openai.CodeInvalidRequest, err.Error())
-	if e, ok := errors.AsType[*openai.BodyError](err); ok {
-		f.code, f.param, f.status = e.Code, e.Param, openai.Status(e.Code)
-	}
-	return f
-}
-
 // maxNameShown bounds what an error repeats of a client's text.
 const maxNameShown = 100
 
@@ -499,6 +492,7 @@ func codeOf(res *result) int {
 func (req *request) countAnswer(code int) {
 	req.in.answered.Add(1)
 	req.split.countPlain(code)
+	req.endSpan(code)
 	if req.app == nil {
 		req.in.metrics.RequestRefused(req.route.String(), code)
 		return

@@ -24,6 +24,7 @@ import (
 	"github.com/dpserve/dpserve/internal/app"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
+	"github.com/dpserve/dpserve/internal/tracing"
 	"github.com/dpserve/dpserve/routing"
 	"github.com/dpserve/dpserve/test/memnet"
 	"github.com/dpserve/dpserve/test/parallel"
@@ -443,6 +444,7 @@ type options struct {
 	keys    func() *apikeys.Set
 	tls     *tls.Config
 	trace   string // a file
+	tracer  *tracing.Tracer
 
 	// of two pools
 	prefills, decodes int
@@ -526,7 +528,7 @@ func (g *rig) start(o *options) {
 	g.replicas = g.feed.replicas
 	c := Config{
 		Node: "n1", Version: "v-test", Store: g.store, Feed: g.feed, Metrics: g.metrics, Seed: 7,
-		Limits: o.limits, Timers: o.timers, Serves: o.lease, TLS: o.tls,
+		Limits: o.limits, Timers: o.timers, Serves: o.lease, TLS: o.tls, Tracer: o.tracer,
 		RecordTrace: o.trace,
 		Log:         slog.New(slog.NewTextHandler(g.logs, &slog.HandlerOptions{Level: o.level})),
 	}

@@ -85,6 +85,7 @@ func areas() []area {
 			deny: []string{actorLib, gin, raft, gossip, cobra},
 		},
 		{name: "internal/telemetry", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
+		{name: "internal/tracing", layer: 1, deny: []string{actorLib, gin, raft, gossip, cobra}},
 		{
 			name: "internal/access", layer: 1, also: []string{"internal/telemetry"},
 			deny: []string{actorLib, gin, raft, gossip, cobra},

@@ -9,6 +9,7 @@ import (
 	"github.com/dpserve/dpserve/internal/diskfile"
 	"github.com/dpserve/dpserve/internal/state"
 	"github.com/dpserve/dpserve/internal/telemetry"
+	"github.com/dpserve/dpserve/internal/tracing"
 )
 
 // metricsHandler returns /metrics: it updates the gauges of the node, of pools, ranks and KV caches, then
@@ -40,6 +41,14 @@ func metricsHandler(n *Node) http.Handler {
 		}
 		n.metrics.ShowRanks(samples, indexes, groups)
 		pages.ServeHTTP(w, r)
+	})
+}
+
+// newTracer makes the tracer that the OTEL_ variables ask for; nil if they ask for none. The ingress closes
+// it.
+func (n *Node) newTracer() *tracing.Tracer {
+	return tracing.FromEnvironment(n.life.ctx, tracing.Config{
+		Node: n.cfg.NodeID, Version: n.cfg.Version, Count: n.metrics.Traces(), Log: n.log,
 	})
 }
 

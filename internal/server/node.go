@@ -462,10 +462,10 @@ func (n *Node) buildServers(t *timers) error {
 		}
 		cfg := ingress.Config{
 			Node: n.cfg.NodeID, Pseudonym: pseudonym(n), Version: n.cfg.Version, Store: n.store,
-			Feed: n.hub, Metrics: n.metrics, Log: n.log, Timers: t.ingress, Seed: randomUint64(),
-			TLS: n.access.TLSConfig(), Keys: n.access.APIKeys(), Access: n.access.Metrics, Actors: n.system,
-			Dial: n.cfg.dialer(), Serves: n.node.Serves(), Note: n.search.note,
-			RecordTrace: n.cfg.RecordTrace,
+			Feed: n.hub, Metrics: n.metrics, Tracer: n.newTracer(), Log: n.log, Timers: t.ingress,
+			Seed: randomUint64(), TLS: n.access.TLSConfig(), Keys: n.access.APIKeys(),
+			Access: n.access.Metrics, Actors: n.system, Dial: n.cfg.dialer(), Serves: n.node.Serves(),
+			Note: n.search.note, RecordTrace: n.cfg.RecordTrace,
 			Limits: ingress.Limits{
 				MaxBody: int64(n.cfg.MaxBody) << 20, MaxConns: maxConns(n.log, files, n.cfg.Slots),
 			},

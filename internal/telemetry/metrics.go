@@ -282,6 +282,15 @@ func (n *Node) Show(s *NodeSample) {
 	}
 }
 
+// Traces returns what counts the spans of traces by what became of them; call it once.
+func (m *Metrics) Traces() func(result string, spans int) {
+	spans := counter("trace_spans_total",
+		"Spans by what became of them: exported, failed (the collector did not take them) or dropped (too "+
+			"many waited for it).", labelResult)
+	m.registry.MustRegister(spans)
+	return func(result string, n int) { spans.WithLabelValues(result).Add(float64(n)) }
+}
+
 // StreamCounts are the counts of the ranks' streams between this node and others.
 type StreamCounts struct {
 	Gaps    uint64 // a reader of this node's ranks was too slow, and listed them again

@@ -105,6 +105,7 @@ func useOnce(m *telemetry.Metrics) {
 			BodyBytes: 4, BodyLimit: 5, MemoryBytes: 6, MemoryLimit: 7, Connections: 8,
 		}
 	})
+	m.Traces()("exported", 5)
 	a := m.Access()
 	a.Used("alice")
 	a.Refused(telemetry.KeyWrong)
