@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/dpserve/dpserve/internal/app"
@@ -43,7 +44,8 @@ func (l *lookup) cause() string {
 	case errors.Is(l.err, context.DeadlineExceeded), ok && dns.IsTimeout:
 		return "the name server does not answer"
 	case ok:
-		return dns.Err
+		parts := strings.Split(dns.Err, ": ") // those before the last one may have a port that changes
+		return parts[len(parts)-1]
 	default:
 		return l.err.Error()
 	}

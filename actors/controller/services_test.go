@@ -22,6 +22,7 @@ import (
 var (
 	errNoName   = &net.DNSError{Err: "no such host", IsNotFound: true}
 	errSick     = &net.DNSError{Err: "server misbehaving", IsTemporary: true}
+	errRefused  = &net.DNSError{Err: "read udp 10.0.0.1:40001->10.0.0.2:53: read: connection refused"}
 	errTooSlow  = &net.DNSError{Err: "read udp 10.0.0.1:5353: i/o timeout", IsTimeout: true}
 	errNoAnswer = context.DeadlineExceeded
 )
@@ -73,6 +74,7 @@ func TestLookupsOfAService(t *testing.T) {
 		"the name server fails": {sick: "b", looks: []look{
 			{0, "a b", "+a +b"},
 			{5, errSick, cannot + "server misbehaving)"},
+			{10, errRefused, cannot + "connection refused)"}, // the port is another one each time
 			{900, errNoAnswer, cannot + "the name server does not answer)"},
 			{905, "a b", ""},
 		}},

@@ -168,6 +168,9 @@ func appendAnswer(out *bytes.Buffer, name string, answer []byte) {
 
 // ask returns the body of what this API answers to a GET.
 func (f *feed) ask(ctx context.Context, path string) []byte {
+	// Without this key, a proxy returns when the leader's answer breaks off. With it, the proxy panics, which
+	// would end the stream of the page.
+	ctx = context.WithValue(ctx, http.ServerContextKey, nil)
 	r, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://localhost"+path, nil)
 	if err != nil {
 		return nil

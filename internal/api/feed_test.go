@@ -4,7 +4,11 @@ import (
 	"bufio"
 	"encoding/json"
 	"io"
+	"log"
 	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
 	"os"
 	"os/exec"
 	"path"
@@ -178,6 +182,27 @@ func TestFeed(t *testing.T) {
 	require.NoError(t, s.Close())
 	_, err := io.Copy(io.Discard, first.lines)
 	require.NoError(t, err, "the stream ends whole")
+}
+
+// An answer of the leader that breaks off is an error in the snapshot, and no end of the page's stream.
+func TestFeedOfALeaderThatBreaksOff(t *testing.T) {
+	leader := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Length", "100")
+		_, _ = io.WriteString(w, `{"apps":`)
+	}))
+	defer leader.Close()
+	at, err := url.Parse(leader.URL)
+	require.NoError(t, err)
+	proxy := &httputil.ReverseProxy{
+		Rewrite: func(r *httputil.ProxyRequest) { r.SetURL(at) }, ErrorLog: log.New(io.Discard, "", 0),
+	}
+	s, _ := serve(t, api.Config{
+		Backend: newBackend(), Token: pageToken,
+		Forward: func() (http.Handler, bool) { return proxy, true },
+	})
+	first := openFeed(t, s).next()
+	require.NotNil(t, first.Apps.Error)
+	assert.Contains(t, first.Apps.Error.Message, "is cut")
 }
 
 func haveCommon(a, b map[string]bool) bool {

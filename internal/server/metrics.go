@@ -95,7 +95,7 @@ func samplePools(s *state.State) []telemetry.PoolSample {
 			}
 		}
 		for id, u := range s.Units {
-			if u.PoolName() != sample.App {
+			if u.App != pool.Name || u.Pool != pool.Pool {
 				continue
 			}
 			if wanted[id] && u.Phase == state.Ready {

@@ -104,7 +104,6 @@ func (m *Metrics) ForgetApp(app string) {
 		}
 	}
 	m.ranks.forget(app)
-	m.pools.forget(app)
 	forget(m.vecs.list(), prometheus.Labels{labelApp: app})
 }
 

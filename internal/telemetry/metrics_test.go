@@ -79,10 +79,6 @@ func use(m *telemetry.Metrics) {
 	m.UnitPhase("demo", "demo/0", state.Ready)
 	m.ShowRanks([]telemetry.RankSample{{App: "demo", Group: 0, Rank: 3, InFlight: 5, Ejected: true}}, nil,
 		nil)
-	m.ShowPools([]telemetry.PoolSample{{
-		App: "demo", Ready: 3, Desired: 4,
-		Units: []telemetry.UnitSample{{Unit: "demo/0", Epoch: 2, Restarts: 1}},
-	}})
 	m.RequestRefused(telemetry.RouteOther, http.StatusNotFound)
 	m.RaftApply("node-1")(150 * time.Microsecond)
 	usePair(m, "pd")
@@ -117,6 +113,10 @@ func useOnce(m *telemetry.Metrics) {
 	}}
 	groups := []telemetry.GroupSample{{App: "demo", Group: 1, Held: 3}}
 	m.ShowRanks(ranks, []telemetry.AppIndex{{App: "demo", Blocks: 9}}, groups)
+	m.ShowPools([]telemetry.PoolSample{{
+		App: "demo", Ready: 3, Desired: 4,
+		Units: []telemetry.UnitSample{{Unit: "demo/0", Epoch: 2, Restarts: 1}},
+	}})
 }
 
 // TestMetricNames pins every name, type, help text, label and bucket, because dashboards depend on them. Run
@@ -175,6 +175,17 @@ func TestForgetApp(t *testing.T) {
 
 	m.App("demo", "power-of-two").Refusal("full")
 	assert.Contains(t, strings.Join(series(t, m), "\n"), `dpserve_refusals_total{app="demo",code="full"} 1`)
+}
+
+// The goals of an application are those of its last policy.
+func TestTrafficHasTheGoalsOfTheLastPolicy(t *testing.T) {
+	m := telemetry.New()
+	for i := range 20 {
+		m.App("demo", "policy-"+strconv.Itoa(i)).SetGoals(time.Duration(i)*time.Second, 50*time.Millisecond)
+	}
+	goals := m.Traffic("demo").Goodput
+	assert.InDelta(t, 19, goals.TTFT, 1e-9)
+	assert.InDelta(t, 0.05, goals.TPOT, 1e-9)
 }
 
 func TestUnitForget(t *testing.T) {
@@ -291,7 +302,6 @@ func TestRefusedRequestsOutliveApplications(t *testing.T) {
 	m := telemetry.New()
 	m.RequestRefused(telemetry.RouteOther, http.StatusNotFound)
 	m.App("demo", "random").Request("chat", http.StatusOK, time.Second, 0)
-	m.ShowPools([]telemetry.PoolSample{{App: "demo", Ready: 1, Desired: 2}})
 	m.ForgetApp("demo")
 	assert.Equal(t, []string{`dpserve_requests_total{app="",code="404",route="other"} 1`}, series(t, m))
 }

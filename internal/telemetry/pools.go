@@ -1,7 +1,6 @@
 package telemetry
 
 import (
-	"slices"
 	"sync/atomic"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -42,14 +41,6 @@ func newPoolCollector() *poolCollector {
 
 // ShowPools replaces the samples of pools. Call it before each scrape.
 func (m *Metrics) ShowPools(pools []PoolSample) { m.pools.pools.Store(&pools) }
-
-// forget drops the samples of a pool, until the next ShowPools.
-func (c *poolCollector) forget(app string) {
-	if old := c.pools.Load(); old != nil {
-		left := slices.DeleteFunc(slices.Clone(*old), func(p PoolSample) bool { return p.App == app })
-		c.pools.CompareAndSwap(old, &left)
-	}
-}
 
 // Describe implements prometheus.Collector.
 func (c *poolCollector) Describe(ch chan<- *prometheus.Desc) {

@@ -57,8 +57,8 @@ func (m *Metrics) Traffic(app string) *client.Traffic {
 		Prompt: read(a.prompt), Cached: read(a.cached), Generated: read(a.generated),
 		Goodput: client.Goodput{
 			Met: read(a.streams.met), Missed: read(a.streams.missed),
-			TTFT: time.Duration(a.ttftGoal.Load()).Seconds(),
-			TPOT: time.Duration(a.tpotGoal.Load()).Seconds(),
+			TTFT: valueOf(a.vecs.goals.WithLabelValues(app, "ttft")),
+			TPOT: valueOf(a.vecs.goals.WithLabelValues(app, "tpot")),
 		},
 	}
 	for key, c := range requests {
@@ -75,10 +75,13 @@ func (m *Metrics) Traffic(app string) *client.Traffic {
 }
 
 // read returns the count of a counter.
-func read(c prometheus.Counter) uint64 {
+func read(c prometheus.Counter) uint64 { return uint64(valueOf(c)) }
+
+// valueOf returns the value of a counter or a gauge.
+func valueOf(of prometheus.Metric) float64 {
 	var m dto.Metric
-	_ = c.Write(&m) // it fails for a metric that is not of one type alone
-	return uint64(m.GetCounter().GetValue())
+	_ = of.Write(&m) // it fails for a metric that is not of one type alone
+	return m.GetCounter().GetValue() + m.GetGauge().GetValue()
 }
 
 // readTimes returns the buckets of a histogram, each with its own count.

@@ -13,7 +13,7 @@ export function setText(e, text) {
   if (e.textContent !== text) e.textContent = text;
 }
 
-const good = ["ready", "RUNNING", "alive", "on", "ok", "live"];
+const good = ["ready", "RUNNING", "alive", "on", "ok", "live", "load-even"];
 const bad = ["backoff", "killing", "fenced", "failed", "gone", "unreachable", "lost", "UNHEALTHY", "DEPLOY_FAILED",
   "ejected"];
 
