@@ -34,9 +34,9 @@ const (
 
 // balance compares the loads of a pool's ranks over time. Time is an argument.
 type balance struct {
-	loads map[string]*loadWindow // by rank
-	judge int64                  // the part of the window in which it was judged last
-	since time.Time              // the begin of the imbalance; zero: the loads are even
+	loads    map[string]*loadWindow // by rank
+	lastPart int64                  // the part of the window in which update compared the ranks last
+	since    time.Time              // when the imbalance began; zero: the loads are even
 
 	maxMean, mean float64
 	fullest       []client.RankLoad // far above the mean
@@ -83,10 +83,10 @@ func (w *loadWindow) meanAt(part int64) (mean float64, known int) {
 // update compares the ranks, once per part of the window. It reports whether an imbalance has begun or ended.
 func (b *balance) update(now time.Time) (changed bool) {
 	part := partAt(now)
-	if part == b.judge {
+	if part == b.lastPart {
 		return false
 	}
-	b.judge = part
+	b.lastPart = part
 	var ranks []client.RankLoad
 	sum := 0.0
 	for _, rank := range slices.Sorted(maps.Keys(b.loads)) {

@@ -17,7 +17,7 @@ const (
 	serviceLook     = 5 * time.Second  // between two lookups of a service,
 	serviceJitter   = time.Second      // and at most this much more
 	serviceTimeout  = 3 * time.Second  // of a lookup
-	serviceGone     = 10 * time.Second // after this time without an address, the answers of DNS mean it
+	serviceGone     = 10 * time.Second // a rank whose address DNS has not named for this time leaves
 	serviceGrace    = 30 * time.Second // after this time without any address, ranks that are not ready leave
 	maxServiceRanks = 256              // of a service
 	lookupsAtOnce   = 8
@@ -26,7 +26,7 @@ const (
 // lookup is the result of resolving a service.
 type lookup struct {
 	at    time.Time
-	ranks []app.AttachRank // one an address
+	ranks []app.AttachRank // one per address
 	err   error
 }
 

@@ -338,14 +338,13 @@ func (s *Server) sendAfter(d time.Duration, m any) *time.Timer {
 	return time.AfterFunc(d, func() { s.box.Send(m) })
 }
 
-// sendOnBeat posts m after about d: the ranks of a node share the few beats of d, so that an idle node wakes
-// up for many of them at once.
+// sendOnBeat posts m at the last multiple of d/beats that is at most d away. So the timers of many ranks end
+// at the same times, and a node whose engines are idle wakes up less often.
 func (s *Server) sendOnBeat(d time.Duration, m any) *time.Timer {
 	return s.sendAfter(d-time.Duration(time.Now().UnixNano())%max(d/beats, 1), m)
 }
 
-// beats is how many there are in the period of a timer.
-const beats = 4
+const beats = 4 // timers end at multiples of a quarter of their period
 
 // currentApplication is the current file of the rank's application, for routing only: the engine runs with
 // the file that it was started with.
