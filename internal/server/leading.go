@@ -182,7 +182,7 @@ func (n *Node) leaderHandler() (http.Handler, bool) {
 	}
 	for id, rec := range n.peering.Neighbours.All() {
 		if rec.UID == uid {
-			return leaderProxy(n.peering.Transports, id, n.log), true
+			return n.leaderProxy(id), true
 		}
 	}
 	return nil, true

@@ -77,6 +77,7 @@ type Node struct {
 	adminToken access.AdminToken
 	firstToken string
 	search     search
+	leaves     atomic.Bool // as leaveTransport notes it
 	life       lifetime
 }
 

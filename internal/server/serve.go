@@ -100,7 +100,7 @@ func (n *Node) Serve(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
 	case <-removed:
-		if n.Refusal() != nil {
+		if n.peering.Refusal() != nil { // it may have been cut off, and its ranks may run elsewhere by now
 			n.node.CutAll()
 		}
 	case <-n.life.restart:
@@ -327,10 +327,10 @@ func (n *Node) Left() bool {
 	}
 }
 
-// Refusal is what a control node said that refused this node as removed; nil: none has. Such a node was cut
-// off while it was removed, so its ranks may run elsewhere by now.
+// Refusal is what a control node said that refused this node as removed; nil: none has, or somebody has asked
+// at this node that it leaves.
 func (n *Node) Refusal() error {
-	if n.peering == nil {
+	if n.peering == nil || n.leaves.Load() {
 		return nil
 	}
 	return n.peering.Refusal()

@@ -9,12 +9,12 @@ import (
 	"net/http/httputil"
 	"net/url"
 	"sync"
+	"sync/atomic"
 
 	"google.golang.org/grpc"
 
 	"github.com/dpserve/dpserve/internal/api"
 	"github.com/dpserve/dpserve/internal/cluster/nodeport"
-	"github.com/dpserve/dpserve/internal/cluster/peering"
 	"github.com/dpserve/dpserve/internal/noderpc"
 	"github.com/dpserve/dpserve/internal/problem"
 	"github.com/dpserve/dpserve/internal/state"
@@ -170,13 +170,14 @@ func (s *services) close() error {
 }
 
 // leaderProxy forwards requests of the admin API to another node.
-func leaderProxy(transports *peering.Transports, node string, log *slog.Logger) http.Handler {
-	transport, err := transports.Admin(node)
+func (n *Node) leaderProxy(node string) http.Handler {
+	transport, err := n.peering.Transports.Admin(node)
 	if err != nil {
 		return nil
 	}
 	return &httputil.ReverseProxy{
-		Transport: transport, FlushInterval: -1, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug),
+		Transport:     leaveTransport{transport, n.cfg.NodeID, &n.leaves},
+		FlushInterval: -1, ErrorLog: slog.NewLogLogger(n.log.Handler(), slog.LevelDebug),
 		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, err error) {
 			api.WriteError(w, problem.New(problem.Unavailable,
 				"the node that leads, %s, does not answer: %w", node, err).
@@ -188,4 +189,26 @@ func leaderProxy(transports *peering.Transports, node string, log *slog.Logger) 
 			r.Out.Header.Del("Authorization") // the other node knows this one by its certificate
 		},
 	}
+}
+
+// leaveTransport notes whether this node was asked to leave its cluster. A node that is removed learns of it
+// from its copy of the state, or because another node refuses it: that does not tell who asked.
+type leaveTransport struct {
+	http.RoundTripper
+	self   string
+	leaves *atomic.Bool
+}
+
+// RoundTrip sends a request to the leader. The note is there before the leader gets the request that removes
+// this node. It goes when the leader refuses: somebody else may remove the node later.
+func (t leaveTransport) RoundTrip(r *http.Request) (*http.Response, error) {
+	if r.Method != http.MethodDelete || r.URL.Path != "/api/v1/nodes/"+t.self {
+		return t.RoundTripper.RoundTrip(r)
+	}
+	t.leaves.Store(true)
+	res, err := t.RoundTripper.RoundTrip(r)
+	if err == nil && res.StatusCode == http.StatusConflict {
+		t.leaves.Store(false)
+	}
+	return res, err
 }

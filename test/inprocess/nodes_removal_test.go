@@ -48,7 +48,7 @@ func TestARemovedNodeHasANameInTheLogs(t *testing.T) {
 				return nil
 			}
 		}
-		c.Until("it ends", said("this node was removed from its cluster"))
+		c.Until("it ends", said("this node is no member of its cluster any more"))
 		leaves.Close()
 		c.Until("consensus goes on without it", said(`"change":"remove"`))
 		time.Sleep(20 * time.Second)
@@ -96,7 +96,7 @@ func TestHF64ACutOffNodeHearsThatItWasRemoved(t *testing.T) {
 			})
 			assert.LessOrEqual(t, time.Since(healed), 10*time.Second)
 			assert.Empty(t, c.Engines.On(p.Host))
-			assert.Len(t, c.Journal.Find(`"node":"`+p.ID+`"`, "this node was removed from its cluster"), 1)
+			assert.Len(t, c.Journal.Find(`"node":"`+p.ID+`"`, "this node is no member of its cluster"), 1)
 			p.Close()
 		}
 		assert.Len(t, c.Engines.Live(), 8)

@@ -52,7 +52,7 @@ func RefuseRemoved(dataDir string) error {
 	if _, err := os.Stat(filepath.Join(pkiDir(dataDir), removedFile)); dataDir == "" || err != nil {
 		return nil //nolint:nilerr // the file does not exist
 	}
-	return problem.New(problem.PermissionDenied, "this node was removed from its cluster").
+	return problem.New(problem.PermissionDenied, "this node is no member of its cluster any more").
 		WithHint("to come back, join with an empty --data-dir: `dpserve token` on a member makes the command")
 }
 

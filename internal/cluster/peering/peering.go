@@ -216,7 +216,7 @@ func (p *Peering) WatchRemoval(ctx context.Context) {
 			delayed.Go(func() { p.disconnect(ctx, gone) })
 		}
 		if p.isRevoked(p.ident.UID) || p.Refusal() != nil {
-			p.log.Info("this node was removed from its cluster")
+			p.log.Info("this node is no member of its cluster any more")
 			close(p.removed)
 			p.noteRemoval() // after it: the disk may hang
 			return
