@@ -3,6 +3,7 @@ package main
 import (
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
@@ -107,13 +108,23 @@ func TestDeployInterrupted(t *testing.T) {
 	assert.Empty(t, cli.cluster.deleted)
 }
 
-// CC5: --detach watches nothing.
+// CC5: --detach watches nothing; `status -w` sees the ranks become ready later.
 func TestDeployDetach(t *testing.T) {
-	cli := newCLI(t)
-	cli.cluster.script = [][]client.AppStatus{{}}
-	assert.Equal(t, 0, cli.run([]string{"deploy", "--detach", file(t, tiny)}))
-	assert.Len(t, cli.cluster.deployed, 1)
-	assert.Zero(t, cli.cluster.calls, "nothing is watched")
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		cli := newCLI(t)
+		cli.cluster.script = [][]client.AppStatus{{}}
+		assert.Equal(t, 0, cli.run([]string{"deploy", "--detach", file(t, tiny)}))
+		assert.Len(t, cli.cluster.deployed, 1)
+		assert.Zero(t, cli.cluster.calls, "nothing is watched")
+
+		cli.cluster.script = [][]client.AppStatus{
+			{demo(client.StatusDeploying, 1, state.Starting)}, {demo(client.StatusRunning, 1, state.Ready)},
+		}
+		cli.cluster.onApps = func(call int) { cli.interruptOnce(call - 2) }
+		require.Zero(t, cli.run([]string{"status", "-w"}), cli.stderr())
+		assert.Regexp(t, "(?s)demo/0/0 starting .*demo/0/0 ready ", cli.stdout())
+	})
 }
 
 func TestDeployDryRun(t *testing.T) {

@@ -18,7 +18,7 @@ func nextStep(apps []client.AppStatus, nodes []client.NodeStatus) string {
 	return cmp.Or(
 		lostNodeStep(apps, nodes), rankStep(apps, failedStep), rankStep(apps, noRoomStep),
 		rankStep(apps, attachedStep), rankStep(apps, restartedStep), rankStep(apps, ejectedStep),
-		fullQueueStep(apps), rankStep(apps, silentEventsStep), nodeNoteStep(nodes),
+		fullQueueStep(apps), rankStep(apps, silentEventsStep), nodeNoteStep(nodes), unevenStep(apps),
 	)
 }
 
@@ -155,6 +155,19 @@ func nodeNoteStep(nodes []client.NodeStatus) string {
 	for i := range nodes {
 		if n := &nodes[i]; len(n.Notes) > 0 {
 			return fmt.Sprintf("look at node %s: %s", n.Node, joinLines(n.Notes[0]))
+		}
+	}
+	return ""
+}
+
+// unevenStep is about ranks with much more load than the others, if another policy would balance them.
+func unevenStep(apps []client.AppStatus) string {
+	for i := range apps {
+		for _, im := range apps[i].Imbalances {
+			if len(im.Policies) > 0 {
+				return fmt.Sprintf("write routing: {policy: %s} into the file of %s and deploy it: the load "+
+					"of its ranks is uneven, max/mean %.1f", im.Policies[0], im.Pool, im.MaxMean)
+			}
 		}
 	}
 	return ""

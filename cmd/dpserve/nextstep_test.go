@@ -18,6 +18,9 @@ func TestNextStep(t *testing.T) {
 		"a: 2 slots free; hint: add nodes or slots, ask for fewer ranks, or delete an application"
 	lost := client.NodeStatus{Node: "b", State: "lost", Reason: "no renewal for 12s"}
 	full := client.NodeStatus{Node: "b", State: "alive", Notes: []string{"its disk is full"}}
+	uneven := func(policies ...string) []client.Imbalance {
+		return []client.Imbalance{{Pool: "demo", MaxMean: 2.5, Policy: "power-of-two", Policies: policies}}
+	}
 	for name, c := range map[string]struct {
 		app   func(a *client.AppStatus) // changes an application of two ready ranks
 		nodes []client.NodeStatus
@@ -133,8 +136,17 @@ func TestNextStep(t *testing.T) {
 			},
 			want: "look at node n1, its network and its dpserve: node n1 is silent for 3s",
 		},
-		"what a node says comes last": {
+		"what a node says": {
+			app:   func(a *client.AppStatus) { a.Imbalances = uneven("mex") },
 			nodes: []client.NodeStatus{full}, want: "look at node b: its disk is full",
+		},
+		"uneven load": {
+			app: func(a *client.AppStatus) { a.Imbalances = uneven("mex", "kv") },
+			want: "write routing: {policy: mex} into the file of demo and deploy it: the load of its ranks " +
+				"is uneven, max/mean 2.5",
+		},
+		"uneven load that no policy balances": {
+			app: func(a *client.AppStatus) { a.Imbalances = uneven() },
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
