@@ -57,6 +57,9 @@ type Goals struct {
 	TPOT time.Duration // mean time per token after that
 }
 
+// Met says whether a request with these times is good.
+func (g Goals) Met(ttft, tpot time.Duration) bool { return ttft <= g.TTFT && tpot <= g.TPOT }
+
 // DefaultGoals are the goals under a policy that has no parameters for them.
 func DefaultGoals() Goals { return Goals{TTFT: 2 * time.Second, TPOT: 50 * time.Millisecond} }
 

@@ -57,8 +57,8 @@ all prompts before it, and one rank as fast as all, first come first served. Whe
 policy may be above the second, because it lets some requests wait for the others.
 
 TRACE has the format of Mooncake's traces, one JSON object per line with timestamp (ms), input_length,
-output_length and hash_ids (of blocks of 512 tokens), or of the Azure LLM inference traces. Other values
-generate requests: ` + strings.Join(workloadNames(), ", ") + `.
+output_length and hash_ids (of blocks of 512 tokens), or of the Azure LLM inference traces; its lines may be
+in any order. Other values generate requests: ` + strings.Join(workloadNames(), ", ") + `.
 
 The engine is that of kind sim with FILE's arguments. Other kinds get the cost model that the policy
 expects, the arguments that the simulated engine knows, and room for 699,392 tokens. Seeds differ in
@@ -200,18 +200,12 @@ func (f *simulateFlags) open(e *env) (work func(load float64, seed uint64) []sim
 	if err != nil {
 		return nil, err
 	}
-	trace, late, err := simulate.ReadTrace(bytes.NewReader(text), f.requests)
+	trace, cut, err := simulate.ReadTrace(bytes.NewReader(text), f.requests)
 	if err != nil {
 		return nil, problem.New(problem.InvalidArgument, "%s: %w", f.trace, err).WithHint("%s", format)
 	}
-	if late.Count > 0 {
-		printMessage(e.io.Err, "warning: %s: line %d is earlier than the line before it (%s): "+
-			"the requests are played in the order of their times", f.trace, late.Line,
-			formatCount(late.Count, "such line"))
-	}
-	if late.Cut > 0 {
-		printMessage(e.io.Err, "warning: %s: the file ends within line %d, which is left out", f.trace,
-			late.Cut)
+	if cut > 0 {
+		printMessage(e.io.Err, "warning: %s: the file ends within line %d, which is left out", f.trace, cut)
 	}
 	return func(load float64, seed uint64) []simulate.Request {
 		return simulate.Play(trace, load, seed)

@@ -160,8 +160,12 @@ func (f *simulateFlags) config(pools []*app.Application) (*simulate.GroupConfig,
 	}
 	c.Most, c.Wait = own.MaxQueuedRequests, app.Seconds(own.Timeouts.QueueS)
 	c.Attempts, c.Cut = own.Retries.Attempts, !own.Retries.ContinueStreams
-	c.Goals = goalsOf(own)
-	c.Goals.TTFT, c.Goals.TPOT = cmp.Or(f.ttft, c.Goals.TTFT), cmp.Or(f.tpot, c.Goals.TPOT)
+	policy, err := own.Routing.NewPolicy()
+	if err != nil {
+		return nil, err
+	}
+	goals := routing.GoalsOf(policy)
+	c.Goals = routing.Goals{TTFT: cmp.Or(f.ttft, goals.TTFT), TPOT: cmp.Or(f.tpot, goals.TPOT)}
 	if c.Faults, err = f.faults(&c.Config); err != nil {
 		return nil, err
 	}
@@ -169,23 +173,6 @@ func (f *simulateFlags) config(pools []*app.Application) (*simulate.GroupConfig,
 		return nil, usageError("simulate", "--fail and --slow are for independent ranks")
 	}
 	return &c, nil
-}
-
-// goalsOf are the goals of the application's policy, if it has some.
-func goalsOf(a *app.Application) simulate.Goals {
-	goals := simulate.Default().Goals
-	policy, err := a.Routing.NewPolicy()
-	if err != nil {
-		return goals
-	}
-	switch p := policy.(type) {
-	case routing.Mex:
-		const ms = float64(time.Millisecond)
-		return simulate.Goals{TTFT: time.Duration(p.TTFT * ms), TPOT: time.Duration(p.TPOT * ms)}
-	case routing.Cohorts:
-		return simulate.Goals{TTFT: p.TTFT, TPOT: p.TPOT}
-	}
-	return goals
 }
 
 // poolOf is a pool of the application with the engine that its arguments ask for.

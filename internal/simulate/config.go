@@ -29,7 +29,7 @@ type Config struct {
 	Ingresses int           // requests come to them in turn, each has Routers of its own
 	Lag       time.Duration // how old a rank's records are when the ingresses hear of them
 	Seed      uint64        // of the Routers
-	Goals     Goals         // what a request must meet to count as good
+	Goals     routing.Goals
 	Faults    []Fault
 
 	ClockSkew   []time.Duration // by rank: how far its own clock is ahead; ranks beyond the list: 0
@@ -39,7 +39,9 @@ type Config struct {
 	// changes what a rank tells before an ingress hears of it; nil = nothing is changed
 	Report func(*routing.Event)
 
-	Each func(sent int) error // called after each request that came; an error ends the run; nil = not called
+	// called with the requests that came: after each, and while ranks work; an error ends the run; nil = not
+	// called
+	Each func(sent int) error
 }
 
 // Pool is ranks that are alike.
@@ -74,12 +76,6 @@ type Fault struct {
 	For     time.Duration // then it is as before, or starts again; 0 = never
 }
 
-// Goals are what a request must meet to count as good.
-type Goals struct {
-	TTFT time.Duration // from its arrival to its first token, at most
-	TPOT time.Duration // per token behind the first, at most
-}
-
 // never is a time that does not come.
 const never = enginemodel.Never
 
@@ -91,13 +87,13 @@ func Engine() enginemodel.Config {
 	return e
 }
 
-// Default is eight such ranks, one ingress, and goals of 2 s and 50 ms.
+// Default is eight such ranks, and one ingress.
 func Default() Config {
 	return Config{
 		Pool: Pool{Ranks: 8, Engine: Engine()}, Ingresses: 1, Queue: Queue{Attempts: 3},
 		// Qwen3-32B over 25 Gbit/s, as routing's costs of pairs have it
 		Transfer: Transfer{HandOver: 5 * time.Millisecond, PerToken: 83886 * time.Nanosecond},
-		Goals:    Goals{TTFT: 2 * time.Second, TPOT: 50 * time.Millisecond},
+		Goals:    routing.DefaultGoals(),
 	}
 }
 

@@ -120,8 +120,10 @@ func (g *group) play() error {
 		case due <= s.now:
 			g.agenda.do()
 		case tick <= s.now:
-			s.progress()
-			tick += progressEvery
+			if err := s.progress(); err != nil {
+				return err
+			}
+			tick = nextTick(tick, min(arrival, told, due, g.wake, ask), g.next == g.ended)
 		case g.wake <= s.now:
 			g.tellSteps()
 		case arrival <= s.now:
@@ -131,10 +133,8 @@ func (g *group) play() error {
 				g.ended++
 			}
 			g.next++
-			if s.cfg.Each != nil {
-				if err := s.cfg.Each(g.next); err != nil {
-					return err
-				}
+			if err := s.each(); err != nil {
+				return err
 			}
 		default: // the rule is asked again
 			g.askAt, g.room = 0, true

@@ -70,7 +70,7 @@ func itl(p float64) figure {
 // good is the share, in %, with a first token within 2 s and each token behind it within each.
 func good(each time.Duration) figure {
 	return func(r *simulate.GroupResult) float64 {
-		return 100 * r.Good(simulate.Goals{TTFT: 2 * time.Second, TPOT: each})
+		return 100 * r.Good(routing.Goals{TTFT: 2 * time.Second, TPOT: each})
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/internal/enginemodel"
+	"github.com/dpserve/dpserve/routing"
 )
 
 // GroupResult is what a group came to between From and Until.
@@ -30,10 +31,10 @@ type GroupResult struct {
 type served struct{ ttft, tpot time.Duration }
 
 // Good is the share of the requests that meet goals.
-func (r *GroupResult) Good(goals Goals) float64 {
+func (r *GroupResult) Good(goals routing.Goals) float64 {
 	n := 0
 	for _, e := range r.ended {
-		if goals.met(e.ttft, e.tpot) {
+		if goals.Met(e.ttft, e.tpot) {
 			n++
 		}
 	}

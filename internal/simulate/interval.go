@@ -31,7 +31,7 @@ func NewInterval(values []float64) Interval {
 // Text writes it, each number in the format.
 func (i Interval) Text(format string) string {
 	text := fmt.Sprintf(format, i.Mean)
-	if half := fmt.Sprintf(format, i.Half); i.Half > 0 {
+	if half := fmt.Sprintf(format, i.Half); half != fmt.Sprintf(format, 0.0) {
 		text += " ± " + half
 	}
 	return text

@@ -67,7 +67,7 @@ func (s *sim) result() *Result {
 			r.TPOT = append(r.TPOT, tpot)
 		}
 		r.TTFT = append(r.TTFT, ttft)
-		if s.cfg.Goals.met(ttft, tpot) {
+		if s.cfg.Goals.Met(ttft, tpot) {
 			good++
 		}
 		prompt, cached = prompt+c.Prompt, cached+c.hit
@@ -89,8 +89,6 @@ func (c *call) latency() (ttft, tpot time.Duration) {
 	}
 	return c.times.First - c.At, tpot
 }
-
-func (g Goals) met(ttft, tpot time.Duration) bool { return ttft <= g.TTFT && tpot <= g.TPOT }
 
 // Percentile is the value at share p of ascending values, 0 of none.
 func Percentile(values []time.Duration, p float64) time.Duration {
@@ -186,7 +184,7 @@ func (c Config) Bound(work []Request) *Result {
 		if r.Output > 1 {
 			out.TPOT = append(out.TPOT, tpot)
 		}
-		if c.Goals.met(ttft, tpot) {
+		if c.Goals.Met(ttft, tpot) {
 			good++
 		}
 	}

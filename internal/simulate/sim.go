@@ -14,6 +14,8 @@ const (
 	// clockOrigin is what the ranks' own clocks show when a run begins. It is not 0, which says that a rank
 	// told no time.
 	clockOrigin = time.Hour
+	// longSilence is how long before the next event progress is reported again, if no request is under way.
+	longSilence = time.Hour
 	// unlimited is how many requests a rank takes that has no limit.
 	unlimited = 1 << 20
 )
@@ -212,18 +214,20 @@ func (s *sim) play() error {
 		if len(s.late) > 0 {
 			told = s.late[0].due
 		}
-		if s.isOver(min(busiest.wake, arrival, told)) {
+		next, due := min(busiest.wake, arrival, told), s.agenda.next()
+		if s.isOver(next) {
 			return nil
 		}
-		due := s.agenda.next()
-		s.now = max(s.now, min(busiest.wake, arrival, told, tick, due))
+		s.now = max(s.now, min(next, tick, due))
 		switch {
 		case told <= s.now:
 			s.hear(s.late[0].pool, &s.late[0].event)
 			s.late = s.late[1:]
 		case tick <= s.now:
-			s.progress()
-			tick += progressEvery
+			if err := s.progress(); err != nil {
+				return err
+			}
+			tick = nextTick(tick, min(next, due), s.open == 0)
 		case due <= s.now:
 			s.agenda.do()
 		case busiest.wake <= s.now:
@@ -231,13 +235,29 @@ func (s *sim) play() error {
 		default:
 			s.arrive(&s.calls[s.next])
 			s.next++
-			if s.cfg.Each != nil {
-				if err := s.cfg.Each(s.next); err != nil {
-					return err
-				}
+			if err := s.each(); err != nil {
+				return err
 			}
 		}
 	}
+}
+
+// each tells the caller how many requests came.
+func (s *sim) each() error {
+	if s.cfg.Each == nil {
+		return nil
+	}
+	return s.cfg.Each(s.next)
+}
+
+// nextTick is when progress is reported after tick. The time until the next event may be years, as timestamps
+// have them.
+func nextTick(tick, next time.Duration, isIdle bool) time.Duration {
+	tick += progressEvery
+	if isIdle {
+		tick = max(tick, next-longSilence)
+	}
+	return tick
 }
 
 // busiest is the rank whose engine wakes first.
@@ -379,11 +399,12 @@ func (c *call) keep(l *leg) {
 }
 
 // progress reports how far every stream is, and how full the ranks' caches are.
-func (s *sim) progress() {
+func (s *sim) progress() error {
 	s.report(s.pool)
 	if s.prefill != nil {
 		s.report(s.prefill)
 	}
+	return s.each()
 }
 
 func (s *sim) report(p *pool) {

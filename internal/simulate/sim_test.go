@@ -104,7 +104,7 @@ func TestTooLongRequestsAreRefused(t *testing.T) {
 func TestRunsEndWhereTheyAreTold(t *testing.T) {
 	cfg, seen, enough := simulate.Default(), 0, errors.New("enough")
 	cfg.Each = func(sent int) error {
-		if seen++; sent == 25 {
+		if seen = sent; sent == 25 {
 			return enough
 		}
 		return nil
@@ -113,6 +113,42 @@ func TestRunsEndWhereTheyAreTold(t *testing.T) {
 		func() (routing.Policy, error) { return routing.New("random", "", nil) })
 	require.ErrorIs(t, err, enough)
 	assert.Equal(t, 25, seen)
+}
+
+// Years without a request take no longer than an hour, and a run can be ended while no request comes.
+func TestYearsWithoutRequestsAreSkipped(t *testing.T) {
+	work := []simulate.Request{
+		{Prompt: 2048, Output: 100}, {At: 50 * 365 * 24 * time.Hour, Prompt: 2048, Output: 100},
+	}
+	newPolicy := func() (routing.Policy, error) { return routing.New("lmetric-1", "", nil) }
+	alone, group := simulate.Default(), simulate.LockstepGroup(4, 0)
+	for name, play := range map[string]func(each func(int) error) (*simulate.Result, error){
+		"independent": func(each func(int) error) (*simulate.Result, error) {
+			alone.Each = each
+			return simulate.Run(alone, work, newPolicy)
+		},
+		"lockstep": func(each func(int) error) (*simulate.Result, error) {
+			group.Each, group.Until = each, work[1].At+1
+			r, err := simulate.RunGroup(group, work, newPolicy)
+			if err != nil {
+				return nil, err
+			}
+			return r.Whole, nil
+		},
+	} {
+		calls, enough := 0, errors.New("enough")
+		r, err := play(func(int) error { calls++; return nil })
+		require.NoError(t, err, name)
+		assert.Len(t, r.TTFT, 2, name)
+		assert.Less(t, calls, 10_000, "%s: twice a second for an hour", name)
+		_, err = play(func(sent int) error {
+			if calls--; sent == 1 && calls < 1000 {
+				return enough
+			}
+			return nil
+		})
+		require.ErrorIs(t, err, enough, name)
+	}
 }
 
 // What a cache without limit would hold is the most that the ranks' caches can.
@@ -129,7 +165,7 @@ func TestBound(t *testing.T) {
 	b := cfg.Bound(work)
 	assert.InDelta(t, (512.0+1024)/(1024+1024+2048+120_000), b.Hit, 1e-9)
 	assert.InDelta(t, 3.0/5, b.Goodput, 1e-9)
-	cfg.Goals = simulate.Goals{TTFT: time.Minute, TPOT: time.Millisecond}
+	cfg.Goals = routing.Goals{TTFT: time.Minute, TPOT: time.Millisecond}
 	assert.InDelta(t, 1.0/5, cfg.Bound(work).Goodput, 1e-9,
 		"an answer of one token has no time between tokens")
 	cfg = simulate.Default()

@@ -68,6 +68,7 @@ func TestInterval(t *testing.T) {
 	assert.InDelta(t, 4.303/1.7320508, i.Half, 1e-3)
 	assert.Equal(t, "2.0 ± 2.5", i.Text("%.1f"))
 	assert.Equal(t, "7.0", simulate.NewInterval([]float64{7}).Text("%.1f"), "one value")
+	assert.Equal(t, "7.0", simulate.Interval{Mean: 7, Half: .01}.Text("%.1f"), "less than a digit")
 	many := make([]float64, 102)
 	many[0] = 102
 	assert.InDelta(t, 1.9837, simulate.NewInterval(many).Half, 1e-3, "100 degrees of freedom")

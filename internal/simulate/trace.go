@@ -54,15 +54,10 @@ func (e *LineError) Error() string { return fmt.Sprintf("%v: line %d: %v", ErrTr
 // Unwrap makes it an ErrTrace.
 func (e *LineError) Unwrap() []error { return []error{ErrTrace, e.Err} }
 
-// Late are the lines of a trace that are earlier than the line before them.
-type Late struct {
-	Line  int // the first
-	Count int
-	Cut   int // the last line, if the file ends within it: it is left out; 0 = none
-}
-
-// ReadTrace reads a trace: its first requests, or all with most = 0. They come in the order of time, the
-// first at 0. The first line tells the format:
+// ReadTrace reads a trace: the first requests of the file, or all with most = 0. Its lines are in any order,
+// because some recorders write a request when it has ended. The result is in the order of time, and begins at
+// 0. cut is the last line, if the file ends within it: it is left out; 0 = none. The first line tells the
+// format:
 //
 //	{"timestamp": 27000, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2]}
 //
@@ -74,7 +69,7 @@ type Late struct {
 //
 // is that of the Azure LLM inference traces of 2023 and 2024. They say nothing of the prompts, so no two
 // share anything.
-func ReadTrace(r io.Reader, most int) (out []Request, late Late, err error) {
+func ReadTrace(r io.Reader, most int) (out []Request, cut int, err error) {
 	lines := bufio.NewScanner(r)
 	lines.Buffer(nil, maxLine)
 	hasEnd := true
@@ -101,39 +96,34 @@ func ReadTrace(r io.Reader, most int) (out []Request, late Late, err error) {
 		case line[0] == '{':
 			read = readMooncake
 		default:
-			return nil, late, &LineError{n, errFormat}
+			return nil, 0, &LineError{n, errFormat}
 		}
 		q, err := read(line)
 		if !hasEnd && len(out) > 0 && isCut(err) {
-			late.Cut = n
+			cut = n
 			break
 		}
 		if err == nil && len(out) == MaxRequests {
 			err = errTooMany
 		}
 		if err != nil {
-			return nil, late, &LineError{n, err}
-		}
-		if len(out) > 0 && q.At < out[len(out)-1].At {
-			if late.Count++; late.Count == 1 {
-				late.Line = n
-			}
+			return nil, 0, &LineError{n, err}
 		}
 		out = append(out, q)
 	}
 	switch err := lines.Err(); {
 	case errors.Is(err, bufio.ErrTooLong):
-		return nil, late, &LineError{n + 1, errLong}
+		return nil, 0, &LineError{n + 1, errLong}
 	case err != nil:
-		return nil, late, fmt.Errorf("read trace: %w", err)
+		return nil, 0, fmt.Errorf("read trace: %w", err)
 	case len(out) == 0:
-		return nil, late, fmt.Errorf("%w: there is no request in it", ErrTrace)
+		return nil, 0, fmt.Errorf("%w: there is no request in it", ErrTrace)
 	}
 	sortByTime(out)
 	for i, first := 0, out[0].At; i < len(out); i++ {
 		out[i].At -= first
 	}
-	return out, late, nil
+	return out, cut, nil
 }
 
 // isCut says that a line would have gone on.

@@ -94,10 +94,10 @@ func TestBadLinesAreNamed(t *testing.T) {
 // A recorder that was ended leaves a part of a line. What is before it is played.
 func TestTheLastLineMayBeCut(t *testing.T) {
 	const good = `{"timestamp": 1, "input_length": 9, "output_length": 9}` + "\n"
-	trace, late, err := simulate.ReadTrace(strings.NewReader(good+good+good[:30]), 0)
+	trace, cut, err := simulate.ReadTrace(strings.NewReader(good+good+good[:30]), 0)
 	require.NoError(t, err)
 	assert.Len(t, trace, 2)
-	assert.Equal(t, 3, late.Cut)
+	assert.Equal(t, 3, cut)
 	for _, text := range []string{good[:30], good + good[:30] + "\n", good + good[:30] + "\n" + good} {
 		_, _, err := simulate.ReadTrace(strings.NewReader(text), 0)
 		require.ErrorIs(t, err, simulate.ErrTrace, text)

@@ -1,7 +1,3 @@
-// Package tracesim plays a trace of requests against simulated engines behind the real Router, on virtual
-// time: what a routing policy is worth on a day of traffic, in seconds and without noise. The engines are
-// enginemodel's, by the cost model of steptime; the Router hears what an ingress would tell it. The same
-// workload and seed give the same result.
 package simulate
 
 import (
