@@ -3,6 +3,7 @@ package server
 import (
 	"net/http"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/dpserve/dpserve/client"
@@ -16,8 +17,9 @@ import (
 // answers.
 func metricsHandler(n *Node) http.Handler {
 	pages := n.metrics.Handler()
+	disk := diskSpace{ask: diskfile.Space}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		n.nodeMetrics.Show(n.sampleNode())
+		n.nodeMetrics.Show(n.sampleNode(&disk))
 		n.metrics.ShowPools(samplePools(n.store.State()))
 		var samples []telemetry.RankSample
 		var indexes []telemetry.AppIndex
@@ -55,7 +57,31 @@ func (n *Node) newTracer() *tracing.Tracer {
 // diskPatience is how long a scrape waits for the disk of the data dir.
 const diskPatience = time.Second
 
-func (n *Node) sampleNode() *telemetry.NodeSample {
+// diskSpace reads how much space a folder's disk has. A disk that hangs holds the call, so it is not asked
+// again before it has answered.
+type diskSpace struct {
+	ask   func(dir string) (free, size uint64, err error)
+	asked atomic.Bool
+}
+
+// read returns the bytes of the disk, 0 if they are not known.
+func (d *diskSpace) read(dir string) (free, size uint64) {
+	if dir == "" || !d.asked.CompareAndSwap(false, true) {
+		return 0, 0
+	}
+	var is struct{ free, size uint64 }
+	err := diskfile.Await(dir, diskPatience, func() (err error) {
+		defer d.asked.Store(false)
+		is.free, is.size, err = d.ask(dir)
+		return err
+	})
+	if err != nil {
+		return 0, 0
+	}
+	return is.free, is.size
+}
+
+func (n *Node) sampleNode(disk *diskSpace) *telemetry.NodeSample {
 	_, leads := n.leading.Current()
 	s := &telemetry.NodeSample{LeaseSeconds: n.node.LeaseLeft().Seconds(), Leads: leads}
 	for _, m := range n.members() {
@@ -69,16 +95,7 @@ func (n *Node) sampleNode() *telemetry.NodeSample {
 	if n.peering != nil {
 		s.CertificateExpiry = n.peering.Certificates.ExpiresAt().Unix()
 	}
-	if dir := n.cfg.DataDir; dir != "" {
-		var free, size uint64
-		err := diskfile.Await(dir, diskPatience, func() (err error) {
-			free, size, err = diskfile.Space(dir)
-			return err
-		})
-		if err == nil {
-			s.DiskFree, s.DiskSize = free, size
-		}
-	}
+	s.DiskFree, s.DiskSize = disk.read(n.cfg.DataDir)
 	return s
 }
 
