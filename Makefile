@@ -45,9 +45,8 @@ bench-pd: build ## prefill and decode apart against the same ranks together, and
 	go run ./test/bench -role pd -dpserve bin/dpserve -rounds 1 -policies "$(POLICIES)" -traffic "$(TRAFFIC)"
 	go run ./test/bench -role pd-cpu -dpserve bin/dpserve
 
-# TRACE is a file of Mooncake's format, agents or uniform; LOAD is the factor on its rate; APP has the ranks.
-.PHONY: simulate bench-trace
-bench-trace: simulate
+# TRACE is a file or a generator, as `dpserve help simulate` has them; LOAD is its rate; APP has the ranks.
+.PHONY: simulate
 simulate: ## routing policies on a trace, on virtual time: TRACE=agents LOAD=1.1 POLICIES=mex,lmetric-1 make simulate
 	go run ./cmd/dpserve simulate "$(or $(APP),examples/simulate/app.yaml)" --trace "$(or $(TRACE),agents)" \
 		--rate "$(or $(LOAD),1)" --policy "$(or $(POLICIES),mex,lmetric-1,lpwl,kv:tuned,round-robin)"

@@ -138,9 +138,10 @@ type chatEvent struct {
 	} `json:"choices"`
 }
 
-// printChat prints the text of a stream until it ends.
+// printChat prints the text of a stream until it ends. What the model sends must not move the cursor of the
+// user's terminal; a file or a pipe gets the text as it is.
 func printChat(e *env, stream io.Reader) error {
-	finish := ""
+	finish, isThinking := "", false
 	lines := bufio.NewScanner(stream)
 	lines.Buffer(nil, maxChatAnswer<<20)
 	for lines.Scan() {
@@ -153,8 +154,17 @@ func printChat(e *env, stream io.Reader) error {
 			return problem.New(problem.Upstream, "the answer broke off: %s", failed).WithHint(hintRanks)
 		}
 		for _, c := range event.Choices {
-			_, _ = io.WriteString(e.io.Out, c.Delta.Content)
-			_, _ = io.WriteString(e.io.Err, cmp.Or(c.Delta.Reasoning, c.Delta.ReasoningContent))
+			text := c.Delta.Content
+			if e.io.OutTTY {
+				text = cleanText(text)
+			}
+			thought := cleanText(cmp.Or(c.Delta.Reasoning, c.Delta.ReasoningContent))
+			isThinking = isThinking || thought != ""
+			if isThinking && text != "" {
+				thought, isThinking = thought+"\n", false
+			}
+			_, _ = io.WriteString(e.io.Err, thought)
+			_, _ = io.WriteString(e.io.Out, text)
 			finish = cmp.Or(c.FinishReason, finish)
 		}
 	}

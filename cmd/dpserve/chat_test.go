@@ -61,12 +61,12 @@ func TestChat(t *testing.T) {
 		sent                      string // in the body
 	}{
 		{
-			"a text", "hello", "", chatWords + chatStop + chatUsage, 0, "Good day\n", "hm",
+			"a text", "hello", "", chatWords + chatStop + chatUsage, 0, "Good day\n", "hm\n",
 			`"messages":[{"content":"hello","role":"user"}],"model":"first"`,
 		},
-		{"a model", "second hello", "", chatWords + chatStop, 0, "Good day\n", "hm", `"model":"second"`},
+		{"a model", "second hello", "", chatWords + chatStop, 0, "Good day\n", "hm\n", `"model":"second"`},
 		{
-			"from stdin", "third -", "a\nb", chatWords + chatStop, 0, "Good day\n", "hm",
+			"from stdin", "third -", "a\nb", chatWords + chatStop, 0, "Good day\n", "hm\n",
 			`"content":"a\nb"`,
 		},
 		{"nothing", "", " \n", "", 2, "", "dpserve: chat wants a text, and stdin is empty", ""},
@@ -111,5 +111,22 @@ func TestChat(t *testing.T) {
 				assert.Contains(t, (*bodies)[0], c.sent)
 			}
 		})
+	}
+}
+
+// A model cannot move the cursor of a terminal; a file gets what it sent.
+func TestChatKeepsControlCharactersFromTheTerminal(t *testing.T) {
+	events := `data: {"choices": [{"delta": {"reasoning": "h\u001b[2Jm"}}]}` + "\n\n" +
+		`data: {"choices": [{"delta": {"content": "a\u001b]0;title\u0007\r\n\u001b"}}]}` + "\n\n" +
+		`data: {"choices": [{"delta": {"content": "[31mb\tc"}}]}` + "\n\n" + chatStop
+	for isTerminal, want := range map[bool]string{
+		true: "a\n[31mb\tc\n", false: "a\x1b]0;title\a\r\n\x1b[31mb\tc\n",
+	} {
+		url, _ := chatEndpoint(t, events)
+		cli := newCLI(t)
+		cli.io.OutTTY = isTerminal
+		assert.Equal(t, 0, cli.run([]string{"chat", "--url", url, "demo", "hello"}), cli.stderr())
+		assert.Equal(t, want, cli.stdout())
+		assert.Equal(t, "hm\n", cli.stderr())
 	}
 }
