@@ -530,11 +530,11 @@ func (c *streamNet) ingress(id string, hub *msg.Hub) *ingressNode {
 	if hub == nil {
 		n.hub = msg.NewHub()
 	}
+	n.cancel = n.hub.Subscribe(n.reader) // before a stream lists ranks, so that none lists them twice
 	n.links = NewRankLinks(RankLinksConfig{
 		Self: id, Hub: n.hub, Store: c.book, Log: c.log,
 		Open: func(_ context.Context, to state.Node) (net.Conn, error) { return c.open(id, &to) },
 	})
-	n.cancel = n.hub.Subscribe(n.reader)
 	return n
 }
 
