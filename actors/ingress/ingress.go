@@ -84,7 +84,7 @@ type Ingress struct {
 	access    *telemetry.Access   // counts by key; nil without keys
 	tls       *tls.Config         // as Config.TLS
 	steers    func(path string) http.Handler
-	trace     *tracefile.Recorder // nil: requests are not recorded
+	recorder  *tracefile.Recorder // nil: requests are not recorded
 	log       *slog.Logger
 	limits    Limits
 	timers    Timers
@@ -158,7 +158,7 @@ func New(c Config) (*Ingress, error) {
 	if c.Store == nil || c.Feed == nil || c.Metrics == nil || c.Log == nil {
 		return nil, errors.New("ingress: Store, Feed, Metrics and Log must be set")
 	}
-	trace, err := createTrace(c.RecordTrace, c.Log)
+	recorder, err := createRecorder(c.RecordTrace, c.Log)
 	if err != nil {
 		return nil, err
 	}
@@ -168,7 +168,7 @@ func New(c Config) (*Ingress, error) {
 		log:    slog.New(telemetry.LimitLines(c.Log.Handler())).With(slog.String("component", "ingress")),
 		limits: c.Limits.withDefaults(),
 		timers: c.Timers.withDefaults(),
-		keys:   c.Keys, access: c.Access, tls: c.TLS, steers: c.Steers, trace: trace,
+		keys:   c.Keys, access: c.Access, tls: c.TLS, steers: c.Steers, recorder: recorder,
 		seed: c.Seed, clockBase: time.Now(),
 		appTable: appTable{
 			appRouters: map[string]*appRouter{}, unplaced: unplacedApps{changed: make(chan struct{}, 1)},
@@ -314,8 +314,8 @@ func (in *Ingress) close(ctx context.Context) error {
 	in.background.Wait()
 	in.pairs.close()
 	in.near.Close()
-	if in.trace != nil {
-		in.trace.Close()
+	if in.recorder != nil {
+		in.recorder.Close()
 	}
 	if e := in.tracer.Close(ctx); e != nil {
 		in.log.Warn("the last traces were not sent", slog.Any("err", e))

@@ -57,7 +57,7 @@ type question struct {
 	prompt    prompt
 	promptMem *promptMemory // of prompt; nil before prepare and after releaseBody
 	query     routing.Request
-	traced    tracefile.Request // zero: it is not recorded
+	record    tracefile.Request // zero: it is not recorded
 }
 
 // rankSearch is the search for a rank that answers.
@@ -111,7 +111,7 @@ func newRequest(in *Ingress) *request {
 // release resets the request and returns it to the pool.
 func (req *request) release() {
 	in := req.in
-	req.endTrace()
+	req.endRecord()
 	req.timer.detach()
 	req.timer.alive = keepalives{send: req.timer.alive.send}
 	req.dropTicket()
@@ -251,7 +251,7 @@ func (req *request) prepare() *failure {
 		req.body.b, req.r.Header); f != nil {
 		return f
 	}
-	req.beginTrace()
+	req.beginRecord()
 	req.goHome()
 	req.waiter.tokens = int64(req.prompt.tokens)
 	req.header = rankleg.EngineHeader(req.r.Header, req.idHeader, req.in.via)

@@ -8,30 +8,30 @@ import (
 	"github.com/dpserve/dpserve/internal/tracefile"
 )
 
-// createTrace begins the file of a trace; without a path there is none.
-func createTrace(path string, log *slog.Logger) (*tracefile.Recorder, error) {
+// createRecorder begins the file of a trace; without a path there is none.
+func createRecorder(path string, log *slog.Logger) (*tracefile.Recorder, error) {
 	if path == "" {
 		return nil, nil //nolint:nilnil // no trace is no error
 	}
-	trace, err := tracefile.Create(path, log)
+	recorder, err := tracefile.Create(path, log)
 	if err != nil {
 		return nil, problem.New(problem.InvalidArgument, "--record-trace: %w", err).
 			WithHint("name a file in a folder that dpserve may write")
 	}
-	log.Info("requests are recorded", slog.String("file", trace.Path()))
-	return trace, nil
+	log.Info("requests are recorded", slog.String("file", recorder.Path()))
+	return recorder, nil
 }
 
-// beginTrace notes for the trace when the request came, and the hashes of its prompt while the body is there.
+// beginRecord notes when the request came, and the hashes of its prompt while the body is there.
 // It goes by what the client sent, so that equal prompts have equal hashes under each policy. The rest of an
 // answer that broke is no request of its own.
-func (req *request) beginTrace() {
-	trace, p, scan := req.in.trace, &req.prompt, &req.scan
+func (req *request) beginRecord() {
+	recorder, p, scan := req.in.recorder, &req.prompt, &req.scan
 	isClients := req.hold == nil && req.why == nil && req.route.Generates()
-	if trace == nil || !isClients || !req.traced.At.IsZero() {
+	if recorder == nil || !isClients || !req.record.At.IsZero() {
 		return
 	}
-	req.traced = tracefile.Request{At: req.start, Input: p.tokens}
+	req.record = tracefile.Request{At: req.start, Input: p.tokens}
 	if scan.IsHead {
 		return // most of the prompt is not known
 	}
@@ -41,16 +41,16 @@ func (req *request) beginTrace() {
 	if !ok {
 		salt = append(append(salt, 0), body[scan.Tools.Start:scan.Tools.End]...)
 	}
-	req.traced.Blocks = trace.Hashes(string(salt), ids, scan.Text(body))
+	req.record.Blocks = recorder.Hashes(string(salt), ids, scan.Text(body))
 }
 
-// endTrace records the request, also one that was refused. The engine's count of the prompt is exact.
-func (req *request) endTrace() {
-	if req.traced.At.IsZero() {
+// endRecord records the request, also one that was refused. The engine's count of the prompt is exact.
+func (req *request) endRecord() {
+	if req.record.At.IsZero() {
 		return
 	}
-	req.traced.Input = cmp.Or(req.usage.PromptTokens, req.traced.Input)
-	req.traced.Output = req.outputTokens()
-	req.in.trace.Add(req.traced)
-	req.traced = tracefile.Request{}
+	req.record.Input = cmp.Or(req.usage.PromptTokens, req.record.Input)
+	req.record.Output = req.outputTokens()
+	req.in.recorder.Add(req.record)
+	req.record = tracefile.Request{}
 }
