@@ -24,7 +24,7 @@ const (
 	handOverTime = 3 * time.Second
 	// restartWait is the time that open requests get before the process is replaced.
 	restartWait = 5 * time.Second
-	// afterDrain is the time that requests get after the engines' grace, to write their error events.
+	// afterDrain is the time that requests get after the grace, to write their error events.
 	afterDrain = 2 * time.Second
 )
 
@@ -128,8 +128,10 @@ func (n *Node) drain() error {
 	if n.peering == nil { // no other leader exists: the controller must not start the ended ranks again
 		err = n.leading.StandDown()
 	}
-	err = errors.Join(err, n.node.Close(n.life.ctx, longestGrace(n.store.State())))
-	ctx, cancel := context.WithTimeout(n.life.ctx, afterDrain)
+	ends := time.Now().Add(longestGrace(n.store.State()))
+	err = errors.Join(err, n.node.Close(n.life.ctx, time.Until(ends)))
+	// streams of ranks on other nodes have the same grace
+	ctx, cancel := context.WithTimeout(n.life.ctx, max(time.Until(ends), afterDrain))
 	defer cancel()
 	return errors.Join(err, n.closeIngress(ctx), n.closeMetrics(), n.admin.Close())
 }

@@ -171,3 +171,24 @@ func TestStreamsOfPairsGoOn(t *testing.T) {
 		})
 	}
 }
+
+// FS5: a node that is told to end lets its clients' streams end within the grace, also those of ranks on
+// other nodes.
+func TestAnIngressThatEndsWaitsForItsStreams(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		const clients, tokens = 8, 600
+		c := harness.New(t, harness.Nodes(2))
+		c.Expect(harness.NodeFails)
+		ends := c.Peer(1)
+		drained(t, c, ends.ID) // it gets no rank, and answers clients
+		c.Deploy(simApp("a", 1, "independent", "sim_step_ms: 10"))
+		c.WaitStatus("a", "RUNNING")
+		for _, s := range greedy(t, ends, "a", clients, tokens, func() {
+			time.Sleep(500 * time.Millisecond)
+			ends.Close()
+		}) {
+			assert.True(t, s.OK(), s)
+		}
+	})
+}
