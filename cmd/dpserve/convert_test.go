@@ -1,6 +1,7 @@
 package main
 
 import (
+	"fmt"
 	"maps"
 	"net/http"
 	"path/filepath"
@@ -97,24 +98,35 @@ func TestRayFilesServe(t *testing.T) {
 			}
 			nodes := slices.Collect(maps.Keys(kinds))
 			t.Run("vllm", func(t *testing.T) {
-				serveRay(t, file, file.Print(), harness.Nodes(len(nodes)), harness.Slots(16),
+				serveRay(t, file, file.Print(), len(nodes), harness.Nodes(len(nodes)), harness.Slots(16),
 					harness.Machine(func(i int) (string, map[string]string) {
 						return "16", map[string]string{"accelerator": nodes[i]}
 					}))
 			})
 			t.Run("sim", func(t *testing.T) {
 				sent := sentBy(t, "deploy", path, "--engine", "sim", "--detach")
-				serveRay(t, file, sent.Text, harness.Slots(16))
+				serveRay(t, file, sent.Text, 0, harness.Slots(16))
 			})
 		})
 	}
 }
 
-// serveRay deploys a file and asks each of its models once, at its route prefix.
-func serveRay(t *testing.T, file *app.File, text []byte, options ...harness.Option) {
+// serveRay deploys a file when so many nodes have told their labels, and asks each of its models once, at its
+// route prefix.
+func serveRay(t *testing.T, file *app.File, text []byte, labelled int, options ...harness.Option) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		c := harness.New(t, options...)
+		c.Until("the nodes have told their labels", func() error {
+			told := 0
+			for _, n := range c.Store().State().Nodes {
+				told += min(len(n.Resources.Labels), 1)
+			}
+			if told < labelled {
+				return fmt.Errorf("%d of %d have", told, labelled)
+			}
+			return nil
+		})
 		c.Deploy(string(text))
 		for _, pools := range app.ByName(file.Applications) {
 			a := pools[0]
