@@ -5,7 +5,6 @@ import (
 	"time"
 
 	"github.com/dpserve/dpserve/internal/enginemodel"
-	"github.com/dpserve/dpserve/routing"
 )
 
 // GroupResult is what a group came to between From and Until.
@@ -29,17 +28,6 @@ type GroupResult struct {
 
 // served is the time to the first token, and per token behind it.
 type served struct{ ttft, tpot time.Duration }
-
-// Good is the share of the requests that meet goals.
-func (r *GroupResult) Good(goals routing.Goals) float64 {
-	n := 0
-	for _, e := range r.ended {
-		if goals.Met(e.ttft, e.tpot) {
-			n++
-		}
-	}
-	return float64(n) / float64(max(r.Offered, 1))
-}
 
 // groupMeter measures a group.
 type groupMeter struct {
